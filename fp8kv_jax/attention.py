@@ -1,0 +1,269 @@
+"""One step through the cache: begin, then observe, append and attend by layer, then end.
+
+A loop of any make calls these three inside its own `jit`:
+
+    step = begin_step(cache, calibration, batch)
+    for layer in range(num_layers):
+        q, k, v = ...
+        out, step = attend(step, layer, q, k, v)
+    cache, calibration = end_step(step)
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from fp8kv_jax import counters as counter
+from fp8kv_jax.batch import Batch
+from fp8kv_jax.cache import PagedKVCache
+from fp8kv_jax.calibration import (
+    CalibrationState,
+    freeze,
+    observe,
+    window_is_complete,
+)
+from fp8kv_jax.staging import copy_owners, disown_all, stage
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.fp8 import RowStatistics
+from pallas_kernels.kv_append import AppendPlan, kv_append, plan_append
+from pallas_kernels.kv_requantize import plan_requantize, requantize_staged
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.pages import copy_pages
+
+type Rows = Float[Array, "num_tokens num_kv_heads head_dim"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A step under way: pools written so far and what its layers observed."""
+
+    cache: PagedKVCache
+    calibration: CalibrationState
+    batch: Batch
+    plan: AppendPlan
+    rows: tuple[tuple[Rows, Rows], ...] = ()
+    statistics: tuple[tuple[RowStatistics, RowStatistics], ...] = ()
+
+
+def begin_step(
+    cache: PagedKVCache,
+    calibration: CalibrationState,
+    batch: Batch,
+    *,
+    implementation: Implementation | None = None,
+) -> Step:
+    """Copies the pages that the batch asks for and plans its writes.
+
+    Args:
+      cache: pools; donate them at the outermost `jit`.
+      calibration: scales and window; donate it too.
+      batch: the new tokens.
+      implementation: which kernels to use; None for the best that works.
+
+    Raises:
+      ValueError: if the batch has more tokens than the staged window has room for.
+    """
+    staged = calibration.staged
+    if staged is not None and batch.num_tokens > calibration.max_tokens_per_step:
+        raise ValueError(
+            f"Expected at most {calibration.max_tokens_per_step} tokens in a step "
+            f"(max_tokens_per_step), got {batch.num_tokens} with padding: the staged "
+            "window has no room for more. Split the prompt into smaller chunks, or "
+            "raise max_tokens_per_step in init_calibration."
+        )
+    if batch.page_copies.shape[0]:
+        source, destination = batch.page_copies[:, 0], batch.page_copies[:, 1]
+        pools = [
+            copy_pages(k, v, source, destination, implementation=implementation)
+            for k, v in zip(cache.k_pages, cache.v_pages, strict=True)
+        ]
+        k_pages, v_pages = zip(*pools, strict=True)
+        if staged is not None:
+            staged = copy_owners(staged, batch.page_copies, cache.page_size)
+        cache = PagedKVCache(k_pages=k_pages, v_pages=v_pages)
+        calibration = replace(calibration, staged=staged)
+    plan = plan_append(
+        batch.slot_mapping.reshape(-1),
+        num_pages=cache.num_pages,
+        page_size=cache.page_size,
+    )
+    return Step(cache=cache, calibration=calibration, batch=batch, plan=plan)
+
+
+def attend(
+    step: Step,
+    layer: int,
+    q: Float[Array, "num_seqs num_queries num_q_heads head_dim"],
+    k: Float[Array, "num_seqs num_queries num_kv_heads head_dim"],
+    v: Float[Array, "num_seqs num_queries num_kv_heads head_dim"],
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    logit_soft_cap: float | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "num_seqs num_queries num_q_heads head_dim"], Step]:
+    """Appends one layer's K and V to its pools and attends over them.
+
+    K and V of an FP8 layer are cast to BF16 once, here, so that observing, staging
+    and appending see the same rows whatever the compute type. Attention reads the
+    batch's own K and V back from the pool, so results do not depend on chunking
+    beyond rounding.
+
+    Args:
+      step: from `begin_step` or the layer before. Layers are called in order.
+      layer: index of the layer.
+      q: queries, after RoPE.
+      k: keys, after RoPE.
+      v: values.
+      softmax_scale: multiplier of the logits; `head_dim ** -0.5` by default.
+      sliding_window: tokens that a query sees, itself included; None for all.
+      logit_soft_cap: cap of `cap * tanh(logits / cap)`; None for none.
+      implementation: which kernels to use; None for the best that works.
+
+    Returns:
+      The attention output in q's dtype, and the step to go on with.
+    """
+    calibration, cache, batch = step.calibration, step.cache, step.batch
+    k_pages, v_pages = cache.k_pages[layer], cache.v_pages[layer]
+    row = calibration.row_of(layer)
+    dtype = jnp.bfloat16 if row is not None else k_pages.dtype
+    k, v = (x.reshape(-1, *x.shape[2:]).astype(dtype) for x in (k, v))
+
+    inverses, scales = {}, {}
+    if row is not None:
+        inverses = {
+            "k_inv_scale": calibration.k_inv_scale[row],
+            "v_inv_scale": calibration.v_inv_scale[row],
+        }
+        scales = {
+            "k_scale": calibration.k_scale[row],
+            "v_scale": calibration.v_scale[row],
+        }
+    k_pages, v_pages, statistics = kv_append(
+        k_pages,
+        v_pages,
+        k,
+        v,
+        step.plan,
+        **inverses,
+        statistics=row is not None,
+        implementation=implementation,
+    )
+    out = paged_attention(
+        q,
+        k_pages,
+        v_pages,
+        batch.block_table,
+        batch.seq_lens,
+        query_starts=batch.query_starts,
+        **scales,
+        softmax_scale=softmax_scale,
+        sliding_window=sliding_window,
+        logit_soft_cap=logit_soft_cap,
+        implementation=implementation,
+    )
+    step = replace(step, cache=_with_pools(cache, layer, k_pages, v_pages))
+    if row is not None:
+        step = replace(step, statistics=(*step.statistics, statistics))
+    if layer in calibration.calibrating_layers:
+        step = replace(step, rows=(*step.rows, (k, v)))
+    return out, step
+
+
+def _with_pools(cache: PagedKVCache, layer: int, k: Array, v: Array) -> PagedKVCache:
+    def put(pools: tuple[Array, ...], new: Array) -> tuple[Array, ...]:
+        return (*pools[:layer], new, *pools[layer + 1 :])
+
+    return PagedKVCache(k_pages=put(cache.k_pages, k), v_pages=put(cache.v_pages, v))
+
+
+def end_step(
+    step: Step, *, implementation: Implementation | None = None
+) -> tuple[PagedKVCache, CalibrationState]:
+    """Observes the batch and, if it completes the window, freezes and requantizes.
+
+    This is a transaction: new pools and new scales come together. The switch is one
+    `lax.cond` (with three branches) over all layers, so a step costs a single
+    decision, and a frozen one neither stages nor rewrites anything.
+
+    Returns:
+      The cache and the state after the step. When they return frozen, every slot
+      written inside the window holds its row at the frozen scale.
+
+    Raises:
+      ValueError: if some FP8 layer was not attended to.
+    """
+    cache, calibration = step.cache, step.calibration
+    if len(step.statistics) != len(calibration.fp8_layers):
+        raise ValueError(
+            f"Expected attend() for each FP8 layer {calibration.fp8_layers}, "
+            f"got {len(step.statistics)} of {len(calibration.fp8_layers)}."
+        )
+    num_dropped = counter.add(calibration.num_dropped, step.plan.num_dropped)
+    calibration = replace(calibration, num_dropped=num_dropped)
+    if not calibration.fp8_layers:
+        return cache, calibration
+    num_staged, was_frozen = calibration.tokens_seen, calibration.frozen
+    k, v = jax.tree.map(lambda *x: jnp.stack(x), *step.statistics)
+    num_tokens = jnp.sum(step.plan.real, dtype=jnp.int32)
+    calibration = observe(calibration, k, v, num_tokens=num_tokens)
+    if calibration.staged is None:
+        return cache, calibration
+
+    def keep(cache: PagedKVCache, calibration: CalibrationState):
+        return cache, calibration
+
+    def stage_batch(cache: PagedKVCache, calibration: CalibrationState):
+        k_rows, v_rows = zip(*step.rows, strict=True)
+        staged = stage(
+            calibration.staged,
+            k_rows,
+            v_rows,
+            slots=step.batch.slot_mapping.reshape(-1),
+            real=step.plan.real,
+            num_staged=num_staged,
+        )
+        return cache, replace(calibration, staged=staged)
+
+    def stage_and_freeze(cache: PagedKVCache, calibration: CalibrationState):
+        cache, calibration = stage_batch(cache, calibration)
+        return _freeze_and_requantize(cache, calibration, implementation)
+
+    complete = window_is_complete(calibration)
+    branch: Int32[Array, ""] = jnp.where(was_frozen, 0, jnp.where(complete, 2, 1))
+    branches = (keep, stage_batch, stage_and_freeze)
+    return lax.switch(branch, branches, cache, calibration)
+
+
+def _freeze_and_requantize(
+    cache: PagedKVCache,
+    calibration: CalibrationState,
+    implementation: Implementation | None,
+) -> tuple[PagedKVCache, CalibrationState]:
+    """Rewrites every slot that owns a staged row at the scales that freeze now."""
+    calibration = freeze(calibration)
+    staged = calibration.staged
+    assert staged is not None
+    plan = plan_requantize(staged.slot_owner, page_size=cache.page_size)
+    for index, layer in enumerate(calibration.calibrating_layers):
+        row = calibration.row_of(layer)
+        pools = requantize_staged(
+            cache.k_pages[layer],
+            cache.v_pages[layer],
+            staged.k[index],
+            staged.v[index],
+            staged.slot_owner,
+            plan,
+            k_inv_scale=calibration.k_inv_scale[row],
+            v_inv_scale=calibration.v_inv_scale[row],
+            implementation=implementation,
+        )
+        cache = _with_pools(cache, layer, *pools)
+    num_requantized = jnp.sum(staged.slot_owner >= 0, dtype=jnp.int32)
+    return cache, replace(
+        calibration, staged=disown_all(staged), num_requantized=num_requantized
+    )

@@ -1,0 +1,409 @@
+"""Online calibration of FP8 scales: what was observed, which scales follow, and when.
+
+The state is immutable and has one tree structure from `init_calibration` to the end:
+the phase is an array, so one compilation serves the window, the freeze and after.
+"""
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from fp8kv_jax import counters as counter
+from fp8kv_jax.cache import CacheConfig, PagedKVCache, init_cache
+from fp8kv_jax.staging import StagedWindow, disown_all, init_window
+from pallas_kernels.fp8 import FP8_MAX, RowStatistics
+
+type Granularity = Literal["tensor", "head"]
+type Groups = Float32[Array, "fp8_layers groups"]
+
+SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**100
+# What the counters of a state are kept apart by.
+PROVISIONAL, FROZEN = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationConfig:
+    """How scales are found, checked when built.
+
+    Args:
+      window_tokens: real tokens observed before the scales freeze. 1 freezes on the
+        first batch; 0 means no online calibration, and scales must be given.
+      headroom: ratio >= 1 between the largest value that the frozen scale covers and
+        the amax; less than 1 would clip what was seen and is raised to 1 with a
+        warning.
+      granularity: "tensor", one scale for a layer's K and one for its V, or "head",
+        one for each KV head.
+      provisional_scale: scale of K and V inside the window. It only has to cover
+        the values: everything written with it is rewritten at the freeze.
+      max_window_tokens: the largest window; a longer one is cut with a warning,
+        because its BF16 rows are held in memory.
+    """
+
+    window_tokens: int = 256
+    headroom: float = 2.0
+    granularity: Granularity = "tensor"
+    provisional_scale: float = 2.0
+    max_window_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.granularity not in ("tensor", "head"):
+            raise ValueError(
+                "Expected granularity to be 'tensor' or 'head', "
+                f"got {self.granularity!r}."
+            )
+        if self.window_tokens < 0 or self.max_window_tokens < 1:
+            raise ValueError(
+                "Expected window_tokens >= 0 and max_window_tokens >= 1, "
+                f"got {self.window_tokens} and {self.max_window_tokens}."
+            )
+        if not math.isfinite(self.headroom) or self.headroom <= 0:
+            raise ValueError(
+                f"Expected headroom to be a finite number from 1 on, "
+                f"got {self.headroom}."
+            )
+        if not SCALE_MIN <= self.provisional_scale <= SCALE_MAX:
+            raise ValueError(
+                "Expected provisional_scale to be within [2^-100, 2^100], "
+                f"got {self.provisional_scale}."
+            )
+        if self.headroom < 1:
+            self._clamp("headroom", 1.0, "less than 1 clips values that were seen")
+        if self.window_tokens > self.max_window_tokens:
+            self._clamp(
+                "window_tokens",
+                self.max_window_tokens,
+                "the staged window is held in memory; raise max_window_tokens",
+            )
+
+    def _clamp(self, name: str, value: float, reason: str) -> None:
+        message = f"{name} {getattr(self, name)} is set to {value}: {reason}."
+        warnings.warn(message, UserWarning, stacklevel=4)
+        object.__setattr__(self, name, value)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tally:
+    """Counts of values by phase, FP8 layer and group; see `RowStatistics`."""
+
+    saturated: counter.Counter
+    underflowed: counter.Counter
+    nonfinite: counter.Counter
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationState:
+    """Scales of every FP8 layer and what they rest on; donate it to the step.
+
+    Rows of the `[fp8_layers, groups]` arrays follow `fp8_layers`; `groups` is 1
+    (granularity "tensor") or the number of KV heads.
+
+    Attributes:
+      k_amax, v_amax: largest finite value observed inside the window.
+      k_scale, v_scale: multipliers out of FP8, provisional until frozen.
+      k_inv_scale, v_inv_scale: their reciprocals, made once with them: a last-bit
+        difference in the inverse would change 0.3 % of the codes.
+      scale_per_amax: float32(headroom / 448), made on the host so that no compiler
+        folds it differently.
+      tokens_seen: real tokens observed; stands still after the freeze.
+      batches_seen: batches with a real token among them.
+      window: how many tokens freeze the scales.
+      frozen: whether the scales are final.
+      num_requantized: slots rewritten by the freeze.
+      num_dropped: tokens whose slot lay past the pool; they are nobody's.
+      epoch: counts freezes and resets: pages of another epoch must not be read.
+      k_tally, v_tally: saturated, underflowed and non-finite values.
+      staged: the window's BF16 rows, or None once released.
+      fp8_layers: layers whose pools hold FP8.
+      calibrating_layers: those of them whose scales are found online.
+      window_rows: rows that the staged window can hold.
+      max_tokens_per_step: largest `Batch.num_tokens` that the window has room for.
+    """
+
+    k_amax: Groups
+    v_amax: Groups
+    k_scale: Groups
+    v_scale: Groups
+    k_inv_scale: Groups
+    v_inv_scale: Groups
+    scale_per_amax: Float32[Array, ""]
+    provisional_scale: Float32[Array, ""]
+    tokens_seen: Int32[Array, ""]
+    batches_seen: Int32[Array, ""]
+    window: Int32[Array, ""]
+    frozen: Bool[Array, ""]
+    num_requantized: Int32[Array, ""]
+    num_dropped: counter.Counter
+    epoch: Int32[Array, ""]
+    k_tally: Tally
+    v_tally: Tally
+    staged: StagedWindow | None
+    fp8_layers: tuple[int, ...] = field(metadata={"static": True})
+    calibrating_layers: tuple[int, ...] = field(metadata={"static": True})
+    window_rows: int = field(metadata={"static": True})
+    max_tokens_per_step: int = field(metadata={"static": True})
+
+    @property
+    def calibrates(self) -> np.ndarray:
+        """Which rows belong to calibrating layers: bool [fp8_layers, 1]."""
+        return np.isin(self.fp8_layers, self.calibrating_layers)[:, None]
+
+    @property
+    def no_signal(self) -> tuple[Bool[Array, "fp8_layers groups"], ...]:
+        """Groups of K and of V that froze on zeros and keep the provisional scale."""
+        calibrated = self.frozen & self.calibrates
+        return calibrated & (self.k_amax == 0), calibrated & (self.v_amax == 0)
+
+    def row_of(self, layer: int) -> int | None:
+        """The row of an FP8 layer in the state's arrays; None for other layers."""
+        return self.fp8_layers.index(layer) if layer in self.fp8_layers else None
+
+
+def init_calibration(
+    config: CalibrationConfig,
+    cache: CacheConfig,
+    *,
+    max_tokens_per_step: int,
+    num_window_rows: int | None = None,
+) -> CalibrationState:
+    """Makes the state of a loop that has seen nothing yet.
+
+    Args:
+      config: how scales are found.
+      cache: the cache whose FP8 layers calibrate.
+      max_tokens_per_step: the largest `Batch.num_tokens` of any step inside the
+        window, padding included.
+      num_window_rows: rows to hold, if more than the window needs: so that states of
+        several windows share one compilation.
+
+    Returns:
+      A state that owns its buffers. A cache without FP8 layers gives a state that
+      is frozen from the start.
+
+    Raises:
+      ValueError: if the window is 0, since no scales are given.
+    """
+    layers = cache.fp8_layers
+    if layers and config.window_tokens == 0:
+        raise ValueError(
+            "Expected window_tokens of at least 1: a window of 0 tokens means no "
+            "online calibration, and no scales are given."
+        )
+    groups = cache.num_kv_heads if config.granularity == "head" else 1
+    needed = config.window_tokens - 1 + max_tokens_per_step
+    state = CalibrationState(
+        **_unobserved(len(layers), groups, config.provisional_scale),
+        scale_per_amax=jnp.float32(np.float32(config.headroom / FP8_MAX)),
+        provisional_scale=jnp.float32(config.provisional_scale),
+        window=jnp.int32(config.window_tokens),
+        frozen=jnp.array(not layers),
+        epoch=jnp.int32(0),
+        staged=None,
+        fp8_layers=layers,
+        calibrating_layers=layers,
+        window_rows=max(needed, num_window_rows or 0),
+        max_tokens_per_step=max_tokens_per_step,
+    )
+    if not layers:
+        return state
+    shapes = jax.eval_shape(lambda: init_cache(cache))
+    return replace(state, staged=init_window(shapes, layers, state.window_rows))
+
+
+def _unobserved(num_layers: int, groups: int, provisional_scale: float) -> dict:
+    """The fields that a reset puts back: nothing seen, provisional scales."""
+
+    def full(value: float) -> Groups:
+        return jnp.full((num_layers, groups), value, jnp.float32)
+
+    def tally() -> Tally:
+        shape = (2, num_layers, groups)
+        return Tally(
+            saturated=counter.zeros(*shape),
+            underflowed=counter.zeros(*shape),
+            nonfinite=counter.zeros(*shape),
+        )
+
+    return {
+        "k_amax": full(0),
+        "v_amax": full(0),
+        "k_scale": full(provisional_scale),
+        "v_scale": full(provisional_scale),
+        "k_inv_scale": full(1 / provisional_scale),
+        "v_inv_scale": full(1 / provisional_scale),
+        "tokens_seen": jnp.int32(0),
+        "batches_seen": jnp.int32(0),
+        "num_requantized": jnp.int32(0),
+        "num_dropped": counter.zeros(),
+        "k_tally": tally(),
+        "v_tally": tally(),
+    }
+
+
+def observe(
+    state: CalibrationState,
+    k: RowStatistics,
+    v: RowStatistics,
+    *,
+    num_tokens: Int32[Array, ""],
+) -> CalibrationState:
+    """Folds one batch into the statistics; amax and tokens only until frozen.
+
+    Args:
+      state: the state whose scales quantized the batch.
+      k: statistics of the batch's keys, each field `[fp8_layers, num_kv_heads]`.
+      v: likewise of its values.
+      num_tokens: real tokens of the batch.
+    """
+    listening = ~state.frozen & state.calibrates
+    groups = state.k_amax.shape[1]
+
+    def amax(old: Groups, new: Float32[Array, "fp8_layers num_kv_heads"]) -> Groups:
+        new = _by_group(new, groups, jnp.max)
+        return jnp.where(listening, jnp.maximum(old, new), old)
+
+    seen = jnp.where(state.frozen, 0, num_tokens)
+    return replace(
+        state,
+        k_amax=amax(state.k_amax, k.amax),
+        v_amax=amax(state.v_amax, v.amax),
+        tokens_seen=state.tokens_seen + seen,
+        batches_seen=state.batches_seen + (seen > 0).astype(jnp.int32),
+        k_tally=_count(state.k_tally, k, state.frozen, groups),
+        v_tally=_count(state.v_tally, v, state.frozen, groups),
+    )
+
+
+def _by_group(x: Array, groups: int, reduce) -> Array:
+    """Reduces `[fp8_layers, num_kv_heads]` to `[fp8_layers, groups]`."""
+    return reduce(x.reshape(x.shape[0], groups, -1), axis=2)
+
+
+def _count(
+    tally: Tally, new: RowStatistics, frozen: Bool[Array, ""], groups: int
+) -> Tally:
+    phase = jnp.arange(2) == jnp.where(frozen, FROZEN, PROVISIONAL)
+
+    def add(old: counter.Counter, values: Int32[Array, "..."]) -> counter.Counter:
+        values = _by_group(values, groups, jnp.sum)
+        both = jnp.where(phase[:, None, None], values[None].astype(jnp.int32), 0)
+        return counter.add(old, both)
+
+    return Tally(
+        saturated=add(tally.saturated, new.num_saturated),
+        underflowed=add(tally.underflowed, new.num_underflowed),
+        nonfinite=add(tally.nonfinite, new.num_nonfinite),
+    )
+
+
+def window_is_complete(state: CalibrationState) -> Bool[Array, ""]:
+    """Says whether the scales should freeze now."""
+    return ~state.frozen & (state.tokens_seen >= state.window)
+
+
+def freeze(state: CalibrationState) -> CalibrationState:
+    """Computes the final scales: `amax * float32(headroom / 448)`, clamped.
+
+    A group that saw only zeros is no evidence: it keeps the provisional scale and
+    shows in `no_signal`.
+    """
+
+    def final(amax: Groups, scale: Groups, inv_scale: Groups) -> tuple[Groups, Groups]:
+        has_signal = (amax > 0) & state.calibrates
+        new = jnp.clip(amax * state.scale_per_amax, SCALE_MIN, SCALE_MAX)
+        return (
+            jnp.where(has_signal, new, scale),
+            jnp.where(has_signal, 1 / new, inv_scale),
+        )
+
+    k_scale, k_inv_scale = final(state.k_amax, state.k_scale, state.k_inv_scale)
+    v_scale, v_inv_scale = final(state.v_amax, state.v_scale, state.v_inv_scale)
+    return replace(
+        state,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        k_inv_scale=k_inv_scale,
+        v_inv_scale=v_inv_scale,
+        frozen=jnp.ones_like(state.frozen),
+        epoch=state.epoch + 1,
+    )
+
+
+def release_window(state: CalibrationState) -> CalibrationState:
+    """Gives the staged window's memory back once the scales are frozen.
+
+    The state then has another tree structure: the step compiles once more, without
+    staging, freeze and requantize, to bit-equal results.
+
+    Raises:
+      ValueError: if the scales are not frozen yet (reads the device).
+    """
+    if not bool(state.frozen):
+        raise ValueError(
+            f"Expected frozen scales, got {int(state.tokens_seen)} of "
+            f"{int(state.window)} tokens: the window is still needed."
+        )
+    return replace(state, staged=None)
+
+
+def reset(
+    cache: PagedKVCache, state: CalibrationState
+) -> tuple[PagedKVCache, CalibrationState]:
+    """Re-arms the calibration and invalidates every page, as new weights require.
+
+    Pools are zeroed, so that nothing written under the old weights or scales can be
+    read; the caller drops its block tables, and pages kept elsewhere are stale by
+    their `epoch`.
+
+    Args:
+      cache: donate it.
+      state: donate it; a released window is made anew.
+
+    Returns:
+      An empty cache and a state that has seen nothing, one epoch later.
+    """
+    cache = jax.tree.map(jnp.zeros_like, cache)
+    num_layers, groups = state.k_amax.shape
+    staged = state.staged
+    if staged is not None:
+        staged = disown_all(staged)
+    elif state.calibrating_layers:
+        staged = init_window(cache, state.calibrating_layers, state.window_rows)
+    fresh = _unobserved(num_layers, groups, 1.0)
+    provisional = jnp.broadcast_to(state.provisional_scale, state.k_scale.shape)
+    calibrates = state.calibrates
+    scales = {
+        name: jnp.where(calibrates, value, getattr(state, name))
+        for name, value in {
+            "k_scale": provisional,
+            "v_scale": provisional,
+            "k_inv_scale": 1 / provisional,
+            "v_inv_scale": 1 / provisional,
+        }.items()
+    }
+    fresh |= scales
+    frozen = jnp.full_like(state.frozen, not state.calibrating_layers)
+    epoch = state.epoch + 1
+    return cache, replace(state, **fresh, frozen=frozen, epoch=epoch, staged=staged)
+
+
+def graphs_ready(states: Iterable[CalibrationState | bool | None]) -> bool:
+    """Says whether everything that calibrates is frozen, so that graphs may be kept.
+
+    Args:
+      states: for each layer (or each cache) its state, whether it is frozen, or None
+        where it does not calibrate.
+
+    Returns:
+      True for no states at all. Reads the device.
+    """
+    frozen = [s.frozen if isinstance(s, CalibrationState) else s for s in states]
+    return all(bool(f) for f in frozen if f is not None)
