@@ -13,12 +13,16 @@ FP8_MAX = 448.0
 SATURATED_ABOVE = 464.0
 # Half of the smallest subnormal, 2^-9: what is not above it rounds to zero.
 UNDERFLOWED_AT = 2.0**-10
+# Smallest normal float32. What lies below counts as zero everywhere, because XLA
+# flushes it on the CPU and not on the GPU.
+TINY = 2.0**-126
 
 
 class RowStatistics(NamedTuple):
     """What one batch of rows says about each KV head.
 
-    `amax` is the largest finite `abs(x)` in units of x, 0 without any. The counts
+    `amax` is the largest finite `abs(x)` in units of x, 0 without any. Subnormal
+    x counts as zero. The counts
     are of values, not of rows: `num_saturated` is finite with
     `abs(x * inv_scale) > 464`, `num_underflowed` nonzero with
     `abs(x * inv_scale) <= 2^-10`, `num_nonfinite` NaN or Inf.
@@ -77,6 +81,7 @@ def row_statistics(
 ) -> RowStatistics:
     """Computes amax and counters per KV head over the rows where `real` holds."""
     x = x.astype(jnp.float32)
+    x = jnp.where(jnp.abs(x) < TINY, 0.0, x)
     y = jnp.abs(x * inv_scale[None, :, None])
     counted = jnp.broadcast_to(real[:, None, None], x.shape)
     finite = jnp.isfinite(x) & counted
