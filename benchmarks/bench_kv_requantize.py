@@ -1,0 +1,142 @@
+"""Device time of requantization: staged rows into their slots, and codes to codes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.timing import device_time_us
+from pallas_kernels.dispatch import Implementation, targets_hopper
+from pallas_kernels.kv_requantize import (
+    plan_requantize,
+    requantize_pages,
+    requantize_staged,
+)
+from pallas_kernels.kv_requantize.cases import (
+    CASES,
+    SMALL_CASES,
+    RequantizeCase,
+    make_inputs,
+)
+from pallas_kernels.pages.layout import as_bits
+
+COLD_BYTES = 200 << 20  # beyond the 60 MB of L2: the pools of each call are cold
+POOL_BYTES = 512 << 20  # of the pool that `requantize_pages` streams
+
+
+def run(small: bool) -> list[dict[str, Any]]:
+    """Checks each case against the reference, then times it.
+
+    Args:
+      small: a few small cases, for a machine without a GPU.
+
+    Returns:
+      one row per op, case and implementation.
+    """
+    cases = SMALL_CASES[:2] if small else CASES
+    rows = [_staged_row(case, name) for case in cases for name in _implementations()]
+    for case in cases:
+        if case.ownership == "prefill":
+            case = case if small else _with_large_pools(case)
+            rows += [_pages_row(case, name) for name in _implementations()]
+    return rows
+
+
+def _implementations() -> list[Implementation]:
+    return ["mosaic_gpu", "xla"] if targets_hopper() else ["xla"]
+
+
+def _with_large_pools(case: RequantizeCase) -> RequantizeCase:
+    page_bytes = 2 * case.num_kv_heads * case.page_size * case.head_dim
+    return dataclasses.replace(case, num_pages=POOL_BYTES // page_bytes)
+
+
+def _staged_row(case: RequantizeCase, name: Implementation) -> dict[str, Any]:
+    inputs = make_inputs(case, 0)
+    plan = plan_requantize(inputs.slot_owner, page_size=case.page_size)
+    rest = (*inputs[2:5], plan)
+    scales = {"k_inv_scale": inputs.k_inv_scale, "v_inv_scale": inputs.v_inv_scale}
+
+    def step(k_pages, v_pages, rest, scales, *, implementation):
+        return requantize_staged(
+            k_pages, v_pages, *rest, **scales, implementation=implementation
+        )
+
+    owned = int(np.sum(np.asarray(inputs.slot_owner) >= 0))
+    return _row(
+        "requantize_staged",
+        case,
+        name,
+        functools.partial(step, rest=rest, scales=scales),
+        inputs[:2],
+        # K and V; 2 bytes of a row are read, 1 byte of a code is written
+        (owned, case.num_kv_heads, case.head_dim, 2, 2 + 1),
+    )
+
+
+def _pages_row(case: RequantizeCase, name: Implementation) -> dict[str, Any]:
+    inputs = make_inputs(case, 0)
+    names = ("k_scale", "v_scale", "k_inv_scale", "v_inv_scale")
+    scales = {name: getattr(inputs, name) for name in names}
+    sizes = (case.num_pages, case.num_kv_heads, case.page_size, case.head_dim)
+    return _row(
+        "requantize_pages",
+        case,
+        name,
+        functools.partial(requantize_pages, **scales),
+        inputs[:2],
+        (*sizes, 2, 1 + 1),  # K and V, read and written
+    )
+
+
+def _row(
+    op: str,
+    case: RequantizeCase,
+    name: Implementation,
+    step: Callable[..., Any],
+    pools: tuple[jax.Array, jax.Array],
+    product: tuple[int, ...],
+) -> dict[str, Any]:
+    _check(step, name, pools)
+    donating = jax.jit(
+        functools.partial(step, implementation=name), donate_argnums=(0, 1)
+    )
+    num_pools = max(1, COLD_BYTES // (2 * pools[0].nbytes))
+    state = [jax.tree.map(jnp.copy, pools) for _ in range(min(num_pools, 16))]
+
+    def call(index: int) -> Any:
+        state[index] = donating(*state[index])
+        return state[index]
+
+    calls = [functools.partial(call, index) for index in range(len(state))]
+    microseconds = device_time_us(calls, repeats=20)
+    num_bytes = int(np.prod(product, dtype=np.int64))
+    return {
+        "op": op,
+        "case": case.name,
+        "implementation": name,
+        "device_us": microseconds,
+        "bytes": num_bytes,
+        "bytes_product": " x ".join(map(str, product)),
+        "gb_per_s": num_bytes / microseconds / 1e3,
+    }
+
+
+def _check(step: Callable[..., Any], name: Implementation, pools: Any) -> None:
+    @jax.jit
+    def differing(actual, expected):
+        def fold(pool):
+            bits = as_bits(pool)
+            return jnp.where(bits == 0xFF, jnp.uint8(0x7F), bits)
+
+        pairs = zip(actual, expected, strict=True)
+        return sum(jnp.sum(fold(x) != fold(y), dtype=jnp.int32) for x, y in pairs)
+
+    actual = step(*pools, implementation=name)
+    count = int(differing(actual, step(*pools, implementation="xla")))
+    if count:
+        raise AssertionError(f"{name}: {count} bytes differ from the reference")
