@@ -1,0 +1,150 @@
+"""absmax: the reference against NumPy, Mosaic against the reference."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from h200 import lower_for_h200
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.absmax import absmax, mosaic_gpu, reference
+from pallas_kernels.absmax.cases import CASES, AbsmaxCase, make_inputs
+from pallas_kernels.absmax.config import AbsmaxConfig, choose_config, rows_per_load
+
+
+def amax_with_numpy(x, real, *, per_head: bool = True) -> np.ndarray:
+    size = np.abs(np.asarray(x, np.float32))[np.asarray(real)]
+    size = np.where(np.isfinite(size), size, 0)
+    axes = (0, 2) if per_head else None
+    return np.max(size, axis=axes, initial=0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("per_head", [True, False])
+def test_amax_is_over_finite_values_of_real_tokens(case, per_head):
+    inputs = make_inputs(case, 1)
+    actual = absmax(*inputs, per_head=per_head, implementation="xla")
+    assert actual.shape == ((case.num_kv_heads,) if per_head else ())
+    np.testing.assert_array_equal(actual, amax_with_numpy(*inputs, per_head=per_head))
+
+
+def test_without_a_mask_all_tokens_take_part():
+    x = jnp.array([[[1.0], [-2.0]], [[-3.0], [0.5]]])
+    assert absmax(x).tolist() == [3.0, 2.0]
+
+
+def test_nan_and_inf_never_enter():
+    # CASES.md row 11: one Inf element.
+    x = jnp.array([[[1.0, jnp.inf, jnp.nan, -jnp.inf, -2.0]]])
+    assert absmax(x).tolist() == [2.0]
+
+
+def test_a_huge_other_tensor_does_not_enter():
+    # CASES.md row 15 and its neighbour: what is not passed, and what is padding.
+    x = jnp.array([[[1.0]], [[1e30]]])
+    assert absmax(x, jnp.array([True, False])).tolist() == [1.0]
+
+
+def test_nothing_gives_zero():
+    x = jnp.full((2, 3, 4), jnp.nan)
+    assert absmax(x).tolist() == [0, 0, 0]
+    assert absmax(jnp.ones((2, 3, 4)), jnp.zeros(2, bool)).tolist() == [0, 0, 0]
+
+
+def test_subnormals_are_taken_for_zero():
+    x = jnp.full((1, 1, 4), 1e-39)
+    assert absmax(x).tolist() == [0]
+    assert absmax(jnp.full((1, 1, 4), 2.0**-126)).tolist() == [2.0**-126]
+
+
+@given(st.permutations(range(6)))
+@settings(max_examples=20, deadline=None)
+def test_a_running_amax_does_not_depend_on_the_order_of_batches(order):
+    batches = np.random.default_rng(0).standard_normal((6, 4, 2, 8), np.float32)
+    running = jnp.zeros(2)
+    for i in order:
+        running = jnp.maximum(running, absmax(jnp.asarray(batches[i])))
+    whole = absmax(jnp.asarray(batches.reshape(24, 2, 8)))
+    np.testing.assert_array_equal(running, whole)
+
+
+@pytest.mark.parametrize(
+    ("x", "real", "message"),
+    [
+        (jnp.ones((2, 3)), None, "to be [num_tokens, num_kv_heads, head_dim]"),
+        (jnp.ones((0, 3, 4)), None, "and not empty"),
+        (jnp.ones((2, 3, 4), jnp.int32), None, "bfloat16 or float32, got int32"),
+        (jnp.ones((2, 3, 4)), jnp.ones(3, bool), "bool of shape (2,)"),
+        (jnp.ones((2, 3, 4)), jnp.ones(2), "got float32 of shape (2,)"),
+    ],
+)
+def test_disagreeing_arguments_are_an_error(x, real, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        absmax(x, real)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, jnp.float32), (80, jnp.bfloat16)])
+def test_mosaic_says_what_it_does_not_serve(head_dim, dtype):
+    with pytest.raises(NotImplementedError, match="serves bfloat16 rows of head_dim"):
+        absmax(jnp.ones((2, 1, head_dim), dtype), implementation="mosaic_gpu")
+
+
+def test_a_wrong_config_is_an_error():
+    with pytest.raises(ValueError, match="to be positive"):
+        AbsmaxConfig(rows=0, steps=1)
+    config = AbsmaxConfig(rows=12, steps=1)
+    with pytest.raises(ValueError, match="to be a multiple of 8"):
+        config.check(num_tokens=64, head_dim=128)
+    with pytest.raises(ValueError, match="at most"):
+        AbsmaxConfig(rows=16, steps=1).check(num_tokens=8, head_dim=128)
+
+
+@pytest.mark.parametrize("num_tokens", [8, 9, 64, 1000, 65_536])
+def test_the_chosen_config_fits(num_tokens):
+    choose_config(num_tokens, 8, 128).check(num_tokens, 128)
+
+
+SMALL_CASES = [
+    AbsmaxCase(name="one token", num_tokens=1, num_kv_heads=3, head_dim=64),
+    AbsmaxCase(name="overlap", num_tokens=20, num_kv_heads=2, head_dim=64),
+    AbsmaxCase(name="head_dim 128", num_tokens=17, num_kv_heads=2, head_dim=128),
+    AbsmaxCase(name="head_dim 256", num_tokens=9, num_kv_heads=1, head_dim=256),
+    AbsmaxCase(
+        name="nothing", num_tokens=9, num_kv_heads=1, head_dim=256, values="nonfinite"
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_interpreted_kernel_equals_the_reference(case, steps):
+    inputs = make_inputs(case, 2)
+    rows = rows_per_load(case.head_dim)
+    actual = mosaic_gpu.absmax(
+        *inputs,
+        per_head=True,
+        config=AbsmaxConfig(rows=rows, steps=steps),
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    np.testing.assert_array_equal(actual, amax_with_numpy(*inputs))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_mosaic_lowers_for_an_h200(case):
+    inputs = jax.eval_shape(lambda: make_inputs(case, 0))
+    text = lower_for_h200(lambda *x: mosaic_gpu.absmax(*x, per_head=True), *inputs)
+    assert "absmax" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_mosaic_equals_the_reference_on_the_gpu(case):
+    inputs = make_inputs(case, 3)
+    for per_head in (True, False):
+        expected = reference.absmax(*inputs, per_head=per_head)
+        actual = absmax(*inputs, per_head=per_head, implementation="mosaic_gpu")
+        np.testing.assert_array_equal(actual, expected)
