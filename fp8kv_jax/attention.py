@@ -91,6 +91,7 @@ def begin_step(
         num_pages=cache.num_pages,
         page_size=cache.page_size,
     )
+    plan = lax.optimization_barrier(plan)
     return Step(cache=cache, calibration=calibration, batch=batch, plan=plan)
 
 
@@ -131,7 +132,10 @@ def attend(
     k_pages, v_pages = cache.k_pages[layer], cache.v_pages[layer]
     row = calibration.row_of(layer)
     dtype = jnp.bfloat16 if row is not None else k_pages.dtype
-    k, v = (x.reshape(-1, *x.shape[2:]).astype(dtype) for x in (k, v))
+    # Made once: else XLA on the CPU repeats the projections' tails in each reader.
+    k, v = lax.optimization_barrier(
+        tuple(x.reshape(-1, *x.shape[2:]).astype(dtype) for x in (k, v))
+    )
 
     inverses, scales = {}, {}
     if row is not None:

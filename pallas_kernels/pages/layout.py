@@ -110,11 +110,15 @@ def write_slots(
     geometry = page_geometry(k_pages, v_pages)
     # JAX wraps -1 to the last slot even with mode="drop": send it past the end.
     slots = jnp.where(slots < 0, geometry.num_slots, slots)
-    page, offset = jnp.divmod(slots, geometry.page_size)
+    # Plain division: slots are not negative here, and floor division costs more.
+    page = lax.div(slots, jnp.int32(geometry.page_size))
+    offset = lax.rem(slots, jnp.int32(geometry.page_size))
     k_bits, v_bits = as_bits(k_pages), as_bits(v_pages)
     k_bits = k_bits.at[page, :, offset].set(as_bits(k), mode="drop")
     v_bits = v_bits.at[page, :, :, offset].set(as_bits(v), mode="drop")
-    return from_bits(k_bits, k_pages.dtype), from_bits(v_bits, v_pages.dtype)
+    pools = from_bits(k_bits, k_pages.dtype), from_bits(v_bits, v_pages.dtype)
+    # Else XLA on the CPU repeats the write inside each reader's fusion.
+    return lax.optimization_barrier(pools)
 
 
 def as_bits(x: jax.Array) -> jax.Array:

@@ -69,11 +69,7 @@ SMALL = {
         page_size=64,
     ),
     "fp8-float32-queries": Case(
-        num_q_heads=2,
-        num_kv_heads=1,
-        head_dim=128,
-        seq_lens=(70,),
-        q_dtype=jnp.float32,
+        num_q_heads=2, num_kv_heads=1, head_dim=128, seq_lens=(70,), q_dtype=jnp.float32
     ),
     "bf16": Case(
         num_q_heads=6,

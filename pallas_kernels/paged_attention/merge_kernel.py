@@ -1,0 +1,96 @@
+"""The Mosaic GPU kernel that merges the splits of each sequence into its output."""
+
+import functools
+import operator
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.config import Config
+from pallas_kernels.paged_attention.layouts import HALF_ROW
+from pallas_kernels.paged_attention.problem import Problem
+from pallas_kernels.paged_attention.schedule import num_splits, span_of
+from pallas_kernels.paged_attention.split_consumer import WEIGHT_SCALE
+
+I32 = jnp.int32
+# Splits read at once: enough loads in flight to cover their latency.
+_SPLITS_AT_ONCE = 16
+# Below the floor of the split kernel, so that any split outweighs no split.
+_NO_SPLIT, _START = -3e38, -2e38
+
+
+def merge_splits(
+    problem: Problem,
+    config: Config,
+    out_ref: Any,
+    max_ref: Any,
+    sum_ref: Any,
+    seq_lens_ref: Any,
+    query_starts_ref: Any | None,
+    v_scale_ref: Any | None,
+    merged_ref: Any,
+) -> None:
+    """Merges the live splits of one query of one head; zeros for padding queries."""
+    p = problem
+    seq, head, row = (lax.axis_index(name) for name in ("seq", "head", "row"))
+    span = span_of(p, seq_lens_ref, query_starts_ref, seq)
+    count = num_splits(p, config, span)
+    at_once = min(config.max_splits(p), _SPLITS_AT_ONCE)
+    # 128 threads hold 64 elements in copies: the default layouts start at 128.
+    layout = None if p.head_dim % 128 == 0 else HALF_ROW
+
+    def load_out(split):
+        if layout is None:
+            return out_ref[seq, head, split, row]
+        return plgpu.load(
+            out_ref.at[seq, head, split, row], layout=layout, optimized=False
+        )
+
+    def step(i, carry):
+        acc, largest, total = carry
+        splits = [i * at_once + u for u in range(at_once)]
+        within = [jnp.minimum(s, count - 1) for s in splits]
+        maxima = [
+            jnp.where(s < count, max_ref[seq, head, w, row], _NO_SPLIT)
+            for s, w in zip(splits, within, strict=True)
+        ]
+        sums = [sum_ref[seq, head, w, row] for w in within]
+        outs = [load_out(w) for w in within]
+        new_largest = functools.reduce(jnp.maximum, maxima, largest)
+        rescale = jnp.exp2(largest - new_largest)
+        factors = [jnp.exp2(m - new_largest) for m in maxima]
+        total = total * rescale + _dot(factors, sums)
+        return acc * rescale + _dot(factors, outs), new_largest, total
+
+    zeros = jnp.zeros((p.head_dim,), jnp.float32)
+    if layout is not None:
+        zeros = plgpu.layout_cast(zeros, layout)
+    carry = (zeros, jnp.float32(_START), jnp.float32(0.0))
+    num_steps = lax.div(count + (at_once - 1), I32(at_once))
+    acc, _, total = lax.fori_loop(I32(0), num_steps, step, carry)
+
+    query = lax.div(row, I32(p.group_size))
+    position = span.start + query
+    factor = jnp.float32(1 / WEIGHT_SCALE if p.fp8 else 1.0)
+    if v_scale_ref is not None:
+        factor = factor * v_scale_ref[head if v_scale_ref.shape[0] > 1 else 0]
+    member = row - query * p.group_size
+    real = jnp.logical_and(position >= 0, position < span.seq_len)
+
+    @pl.when(real)
+    def _():
+        merged = acc * (factor / total)
+        merged_ref[seq, query, head, member] = merged.astype(p.q_dtype)
+
+    # Not a product with zero: padding may have computed NaN.
+    @pl.when(jnp.logical_not(real))
+    def _():
+        merged_ref[seq, query, head, member] = zeros.astype(p.q_dtype)
+
+
+def _dot(factors: list[Any], terms: list[Any]) -> Any:
+    products = (f * t for f, t in zip(factors, terms, strict=True))
+    return functools.reduce(operator.add, products)
