@@ -170,6 +170,9 @@ def attend(
         logit_soft_cap=logit_soft_cap,
         implementation=implementation,
     )
+    # Whoever rewrites these pools next waits until they have been read: else XLA may
+    # read the last layer's after the freeze, from a copy.
+    out, k_pages, v_pages = lax.optimization_barrier((out, k_pages, v_pages))
     step = replace(step, cache=_with_pools(cache, layer, k_pages, v_pages))
     if row is not None:
         step = replace(step, statistics=(*step.statistics, statistics))

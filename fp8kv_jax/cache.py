@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.fp8 import FP8_DTYPE
 from pallas_kernels.pages import make_pages
-from pallas_kernels.pages.layout import KPages, VPages, page_geometry
+from pallas_kernels.pages.layout import KPages, VPages, page_geometry, pool_dtype
 
 CACHE_DTYPES = {
     "fp8": jnp.dtype(FP8_DTYPE),
@@ -119,6 +119,8 @@ class PagedKVCache:
 def init_cache(config: CacheConfig) -> PagedKVCache:
     """Makes a cache of zeroed pools.
 
+    On a CPU FP8 pools hold the bytes of their codes (uint8), on a GPU E4M3.
+
     Returns:
       A cache that owns its buffers.
     """
@@ -128,7 +130,7 @@ def init_cache(config: CacheConfig) -> PagedKVCache:
             config.num_kv_heads,
             config.page_size,
             config.head_dim,
-            CACHE_DTYPES[config.layer_dtype(layer)],
+            pool_dtype(CACHE_DTYPES[config.layer_dtype(layer)]),
         )
         for layer in range(config.num_layers)
     ]

@@ -1,5 +1,6 @@
 """Which implementation serves a call: names, device predicates, the try-in-turn loop."""
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -44,6 +45,18 @@ def dispatch(
         except NotImplementedError as reason:
             reasons.append(reason)
     raise ExceptionGroup("No implementation serves this call", reasons)
+
+
+def lazily(module: str, name: str) -> Callable[..., Any]:
+    """Names a function of a module that is imported when the function is called.
+
+    Mosaic takes seconds to import, and only a GPU needs it.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    return call
 
 
 def targets_hopper() -> bool:

@@ -8,6 +8,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 FP8_DTYPE = jnp.float8_e4m3fn
+# How a CPU holds FP8 pools: XLA has no FP8 data movement there and would pass over a
+# whole pool, widened or viewed as integers, for every write into it.
+CODES_DTYPE = jnp.uint8
 FP8_MAX = 448.0
 # 448 plus half a step of 32: a scale that was rounded to BF16 raises no false alarm.
 SATURATED_ABOVE = 464.0
@@ -115,5 +118,5 @@ def per_head(
 
 
 def is_fp8(x: jax.Array) -> bool:
-    """Says whether an array holds E4M3 codes."""
-    return x.dtype == FP8_DTYPE
+    """Says whether an array holds E4M3 codes, as such or as the bytes of them."""
+    return x.dtype in (FP8_DTYPE, CODES_DTYPE)

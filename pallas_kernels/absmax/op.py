@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.absmax import mosaic_gpu, reference
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.absmax import reference
+from pallas_kernels.dispatch import Implementation, dispatch, lazily
 from pallas_kernels.pages.layout import Rows
+
+_MOSAIC_GPU = "pallas_kernels.absmax.mosaic_gpu"
 
 
 @functools.partial(jax.jit, static_argnames=("per_head", "implementation"))
@@ -61,7 +63,7 @@ def absmax(
             f"got {real.dtype} of shape {real.shape}."
         )
     return dispatch(
-        {"mosaic_gpu": mosaic_gpu.absmax, "xla": reference.absmax},
+        {"mosaic_gpu": lazily(_MOSAIC_GPU, "absmax"), "xla": reference.absmax},
         implementation,
         x,
         real,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.fp8 import FP8_DTYPE
 from pallas_kernels.kv_append import mosaic_gpu_statistics as stats
 from pallas_kernels.kv_append.config import AppendConfig, choose_config
 from pallas_kernels.kv_append.mosaic_gpu_pages import append_pages
@@ -52,8 +53,10 @@ def kv_append(
 
 def _check_served(k_pages: KPages, k: Rows) -> None:
     geometry = PageGeometry(*k_pages.shape)
-    if k_pages.dtype == jnp.float32:
-        raise NotImplementedError("Mosaic's kv_append serves no float32 pools.")
+    if k_pages.dtype not in (FP8_DTYPE, jnp.bfloat16):
+        raise NotImplementedError(
+            f"Mosaic's kv_append serves FP8 and BF16 pools, got {k_pages.dtype}."
+        )
     if k.dtype != jnp.bfloat16:
         raise NotImplementedError(
             f"Mosaic's kv_append serves bfloat16 rows, got {k.dtype}."

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import fp8
-from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.kv_append import mosaic_gpu, reference
+from pallas_kernels.dispatch import Implementation, dispatch, lazily
+from pallas_kernels.kv_append import reference
 from pallas_kernels.kv_append.plan import AppendPlan
 from pallas_kernels.kv_append.reference import BothStatistics
 from pallas_kernels.pages.layout import KPages, Rows, VPages, page_geometry
+
+_MOSAIC_GPU = "pallas_kernels.kv_append.mosaic_gpu"
 
 type Scale = float | Float[Array, ""] | Float[Array, "num_kv_heads"]
 
@@ -78,7 +80,7 @@ def kv_append(
             "a scale has nothing to calibrate."
         )
     return dispatch(
-        {"mosaic_gpu": mosaic_gpu.kv_append, "xla": reference.kv_append},
+        {"mosaic_gpu": lazily(_MOSAIC_GPU, "kv_append"), "xla": reference.kv_append},
         implementation,
         k_pages,
         v_pages,

@@ -51,7 +51,7 @@ def requantize_staged(
       NotImplementedError: for a page size or head_dim without a tile.
     """
     geometry = page_geometry(k_pages, v_pages)
-    _check_served(geometry)
+    _check_served(geometry, k_pages.dtype)
     config = config or heuristic_config(geometry.page_size)
     body = functools.partial(_staged_kernel, num_programs=config.num_programs)
     page_size = geometry.page_size
@@ -217,7 +217,7 @@ def requantize_pages(
       NotImplementedError: for a page size or head_dim without a tile.
     """
     geometry = page_geometry(k_pages, v_pages)
-    _check_served(geometry)
+    _check_served(geometry, k_pages.dtype)
     config = config or heuristic_config(geometry.page_size)
     if page_mask is None:
         page_mask = jnp.ones((geometry.num_pages,), jnp.bool)
@@ -292,7 +292,11 @@ def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(swizzle,))
 
 
-def _check_served(geometry: PageGeometry) -> None:
+def _check_served(geometry: PageGeometry, dtype: jnp.dtype) -> None:
+    if dtype != FP8_DTYPE:
+        raise NotImplementedError(
+            f"Mosaic requantization serves float8_e4m3fn pools, got {dtype}."
+        )
     if geometry.page_size not in SUPPORTED_PAGE_SIZES:
         raise NotImplementedError(
             f"Mosaic requantization has tiles for {SUPPORTED_PAGE_SIZES} tokens, got "

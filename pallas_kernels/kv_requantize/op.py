@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import Implementation, dispatch, lazily
 from pallas_kernels.fp8 import is_fp8, per_head
-from pallas_kernels.kv_requantize import mosaic_gpu, reference
+from pallas_kernels.kv_requantize import reference
 from pallas_kernels.kv_requantize.plan import RequantizePlan as RequantizePlan
 from pallas_kernels.kv_requantize.plan import plan_requantize as plan_requantize
 from pallas_kernels.pages.layout import (
@@ -18,6 +18,8 @@ from pallas_kernels.pages.layout import (
     VPages,
     page_geometry,
 )
+
+_MOSAIC_GPU = "pallas_kernels.kv_requantize.mosaic_gpu"
 
 type Scale = float | Float[Array, ""] | Float[Array, "num_kv_heads"]
 
@@ -84,7 +86,7 @@ def requantize_staged(
         return k_pages, v_pages
     return dispatch(
         {
-            "mosaic_gpu": mosaic_gpu.requantize_staged,
+            "mosaic_gpu": lazily(_MOSAIC_GPU, "requantize_staged"),
             "xla": reference.requantize_staged,
         },
         implementation,
@@ -157,7 +159,10 @@ def requantize_pages(
             f"k_pages, got {page_mask.dtype} {page_mask.shape}."
         )
     return dispatch(
-        {"mosaic_gpu": mosaic_gpu.requantize_pages, "xla": reference.requantize_pages},
+        {
+            "mosaic_gpu": lazily(_MOSAIC_GPU, "requantize_pages"),
+            "xla": reference.requantize_pages,
+        },
         implementation,
         *(k_pages, v_pages, page_mask),
         **scales,

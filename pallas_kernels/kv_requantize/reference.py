@@ -7,7 +7,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.fp8 import quantize_rows, saturating_cast
 from pallas_kernels.kv_requantize.plan import RequantizePlan
-from pallas_kernels.pages.layout import KPages, Rows, VPages, as_bits, from_bits
+from pallas_kernels.pages.layout import (
+    KPages,
+    Rows,
+    VPages,
+    as_bits,
+    as_floats,
+    from_bits,
+)
 
 
 def requantize_staged(
@@ -24,9 +31,9 @@ def requantize_staged(
     """Rewrites the owned slots page by page, so that only the plan's pages move.
 
     The loop carries the pools as integers: XLA would widen a whole FP8 pool to update
-    a page of it on the CPU, and codes that stay must stay bit for bit. Viewing a pool
-    as integers is not free there: XLA passes over it once on the way in and once on
-    the way out, with a buffer of its size between.
+    a page of it on the CPU, and codes that stay must stay bit for bit. Pools that are
+    held as bytes (`pool_dtype`) are rewritten in place; viewing an FP8 pool as
+    integers costs a pass over it on the way in and out.
     """
     page_size = k_pages.shape[2]
     last_row = staged_k.shape[0] - 1
@@ -81,7 +88,8 @@ def _rescale(
     # Behind a barrier neither a caller's quantization nor a constant scale can be
     # folded into the two products, whose roundings are part of the result.
     codes, scale, inv_scale = lax.optimization_barrier((pages, scale, inv_scale))
-    x = codes.astype(jnp.float32) * scale[None, :, None, None]
+    x = as_floats(as_bits(codes), codes.dtype).astype(jnp.float32)
+    x = x * scale[None, :, None, None]
     rescaled = as_bits(saturating_cast(x * inv_scale[None, :, None, None]))
     if page_mask is not None:
         chosen = jnp.broadcast_to(page_mask[:, None, None, None], pages.shape)

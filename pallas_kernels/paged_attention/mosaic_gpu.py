@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.fp8 import FP8_DTYPE
 from pallas_kernels.paged_attention.config import (
     SHARED_MEMORY_PER_BLOCK,
     Config,
@@ -82,8 +83,10 @@ def paged_attention_mosaic_gpu(
 
 def _check_served(problem: Problem) -> None:
     p = problem
-    if p.pool_dtype == jnp.float32:
-        raise NotImplementedError("mosaic_gpu serves FP8 and BF16 pools, not float32.")
+    if p.pool_dtype not in (FP8_DTYPE, jnp.bfloat16):
+        raise NotImplementedError(
+            f"mosaic_gpu serves FP8 and BF16 pools, not {p.pool_dtype}."
+        )
     if p.page_size not in PAGE_SIZES:
         raise NotImplementedError(
             f"mosaic_gpu serves page sizes {PAGE_SIZES}, not {p.page_size}."

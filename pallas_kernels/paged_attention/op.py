@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import Implementation, dispatch, lazily
 from pallas_kernels.fp8 import is_fp8
-from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic_gpu
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.pages.layout import KPages, PageGeometry, VPages, page_geometry
 
 IMPLEMENTATIONS: Mapping[Implementation, Callable[..., Any]] = {
-    "mosaic_gpu": paged_attention_mosaic_gpu,
+    "mosaic_gpu": lazily(
+        "pallas_kernels.paged_attention.mosaic_gpu", "paged_attention_mosaic_gpu"
+    ),
     "xla": paged_attention_reference,
 }
 

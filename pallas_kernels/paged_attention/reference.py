@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.pages.layout import KPages, VPages, as_bits, from_bits
+from pallas_kernels.pages.layout import KPages, VPages, as_bits, as_floats
 
 # Floats that one step of a loop over sequences or queries may hold: 256 MiB of
 # gathered keys or of logits. Everyday calls stay below it and run without a loop.
@@ -98,7 +98,7 @@ def _gather(
 
 
 def _widen(bits: Int[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
-    return from_bits(bits, dtype).astype(jnp.float32)
+    return as_floats(bits, dtype).astype(jnp.float32)
 
 
 def _visible(

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.fp8 import FP8_DTYPE
+from pallas_kernels.fp8 import CODES_DTYPE, FP8_DTYPE
 
 PAD_SLOT = -1
-POOL_DTYPES = (FP8_DTYPE, jnp.bfloat16, jnp.float32)
+POOL_DTYPES = (FP8_DTYPE, CODES_DTYPE, jnp.bfloat16, jnp.float32)
 
 type KPages = Shaped[Array, "num_pages num_kv_heads page_size head_dim"]
 type VPages = Shaped[Array, "num_pages num_kv_heads head_dim page_size"]
@@ -56,7 +56,7 @@ def page_geometry(k_pages: KPages, v_pages: VPages) -> PageGeometry:
     if k_pages.dtype not in POOL_DTYPES or v_pages.dtype != k_pages.dtype:
         raise ValueError(
             "Expected k_pages and v_pages to share one dtype of float8_e4m3fn, "
-            f"bfloat16, float32, got {k_pages.dtype} and {v_pages.dtype}."
+            f"uint8 (bytes of FP8), bfloat16, float32, got {k_pages.dtype} and {v_pages.dtype}."
         )
     return geometry
 
@@ -75,7 +75,8 @@ def make_pages(
       num_kv_heads: KV heads of the layer.
       page_size: tokens a page holds.
       head_dim: elements of a head.
-      dtype: float8_e4m3fn, bfloat16 or float32 (fallback only).
+      dtype: float8_e4m3fn, bfloat16, or for the fallback only float32 or uint8 (the
+        bytes of FP8 codes).
 
     Returns:
       k_pages and v_pages.
@@ -89,10 +90,11 @@ def make_pages(
 def read_slots(
     k_pages: KPages, v_pages: VPages, slots: Int[Array, "num_tokens"]
 ) -> tuple[Rows, Rows]:
-    """Reads the rows at some slots, in the pools' dtype. A slot of -1 reads slot 0."""
+    """Reads the rows at some slots, as FP8 or wider. A slot of -1 reads slot 0."""
     page_size = page_geometry(k_pages, v_pages).page_size
     page, offset = jnp.divmod(jnp.maximum(slots, 0), page_size)
-    return k_pages[page, :, offset], v_pages[page, :, :, offset]
+    k, v = as_bits(k_pages)[page, :, offset], as_bits(v_pages)[page, :, :, offset]
+    return as_floats(k, k_pages.dtype), as_floats(v, v_pages.dtype)
 
 
 def write_slots(
@@ -102,10 +104,10 @@ def write_slots(
     v: Rows,
     slots: Int[Array, "num_tokens"],
 ) -> tuple[KPages, VPages]:
-    """Writes rows of the pools' dtype into distinct slots; -1 writes nothing.
+    """Writes rows (FP8, or of the pools' dtype) into slots; -1 writes nothing.
 
     In place on donated pools. The scatter works on the codes as integers: XLA widens
-    a whole FP8 pool to scatter into it on the CPU, and copies NaN codes as they are.
+    a whole FP8 pool to scatter into it on the CPU.
     """
     geometry = page_geometry(k_pages, v_pages)
     # JAX wraps -1 to the last slot even with mode="drop": send it past the end.
@@ -121,6 +123,13 @@ def write_slots(
     return lax.optimization_barrier(pools)
 
 
+def pool_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Says how this machine's default device holds pools of a dtype."""
+    if dtype == FP8_DTYPE and jax.default_backend() == "cpu":
+        return jnp.dtype(CODES_DTYPE)
+    return jnp.dtype(dtype)
+
+
 def as_bits(x: jax.Array) -> jax.Array:
     """Views floats as unsigned integers of their width."""
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{x.dtype.itemsize * 8}"))
@@ -129,3 +138,8 @@ def as_bits(x: jax.Array) -> jax.Array:
 def from_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Views the integers of `as_bits` as floats again."""
     return lax.bitcast_convert_type(x, dtype)
+
+
+def as_floats(bits: jax.Array, pool_dtype: jnp.dtype) -> jax.Array:
+    """Views integers taken from a pool as what they mean; bytes of FP8 as FP8."""
+    return from_bits(bits, FP8_DTYPE if pool_dtype == CODES_DTYPE else pool_dtype)

@@ -8,10 +8,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.pages import mosaic_gpu, reference
+from pallas_kernels.dispatch import Implementation, dispatch, lazily
+from pallas_kernels.pages import reference
 from pallas_kernels.pages.layout import KPages, VPages, page_geometry
 from pallas_kernels.pages.reference import Dense
+
+_MOSAIC_GPU = "pallas_kernels.pages.mosaic_gpu"
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
@@ -65,7 +67,7 @@ def copy_pages(
     if sources.size == 0:
         return k_pages, v_pages
     return dispatch(
-        {"mosaic_gpu": mosaic_gpu.copy_pages, "xla": reference.copy_pages},
+        {"mosaic_gpu": lazily(_MOSAIC_GPU, "copy_pages"), "xla": reference.copy_pages},
         implementation,
         *(k_pages, v_pages, sources, destinations),
     )
@@ -110,7 +112,10 @@ def gather_sequences(
             f"{block_table.dtype} {block_table.shape}."
         )
     return dispatch(
-        {"mosaic_gpu": mosaic_gpu.gather_sequences, "xla": reference.gather_sequences},
+        {
+            "mosaic_gpu": lazily(_MOSAIC_GPU, "gather_sequences"),
+            "xla": reference.gather_sequences,
+        },
         implementation,
         *(k_pages, v_pages, block_table),
     )

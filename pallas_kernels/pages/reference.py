@@ -3,7 +3,13 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from pallas_kernels.pages.layout import KPages, VPages, as_bits, from_bits
+from pallas_kernels.pages.layout import (
+    KPages,
+    VPages,
+    as_bits,
+    as_floats,
+    from_bits,
+)
 
 type Dense = Shaped[Array, "num_seqs tokens_per_seq num_kv_heads head_dim"]
 
@@ -39,4 +45,4 @@ def gather_sequences(
     # [seq, page, head, token, dim] and [seq, page, head, dim, token]
     k = as_bits(k_pages)[table].transpose(0, 1, 3, 2, 4).reshape(dense)
     v = as_bits(v_pages)[table].transpose(0, 1, 4, 2, 3).reshape(dense)
-    return from_bits(k, k_pages.dtype), from_bits(v, v_pages.dtype)
+    return as_floats(k, k_pages.dtype), as_floats(v, v_pages.dtype)

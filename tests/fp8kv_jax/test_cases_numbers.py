@@ -158,11 +158,7 @@ def test_high_precision_layers_stay_bf16_and_never_calibrate():
     assert loop.state.fp8_layers == (1,)
     rows = np.stack([normal(4, seed=i) for i in range(3)])
     loop.write(rows)
-    assert [x.dtype.name for x in loop.cache.k_pages] == [
-        "bfloat16",
-        "float8_e4m3fn",
-        "bfloat16",
-    ]
+    assert [x.dtype.itemsize for x in loop.cache.k_pages] == [2, 1, 2]
     assert loop.state.k_amax.shape == (1, 1)
     assert loop.state.k_amax[0, 0] == np.abs(rows[1]).max()
     np.testing.assert_array_equal(
