@@ -35,7 +35,9 @@ def sources():
         yield from sorted((ROOT / package).rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", list(sources()), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", list(sources()), ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_no_module_imports_upward(path):
     ours = {name.split(".")[0] for name in imports(path)} & OURS
     assert ours <= ALLOWED[part_of(path)]

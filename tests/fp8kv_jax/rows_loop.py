@@ -12,21 +12,22 @@ from fp8kv_jax import counters
 from fp8kv_jax.calibration import FROZEN, PROVISIONAL
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1))
-def write(cache, calibration, batch, q, k, v):
+@functools.partial(jax.jit, donate_argnums=(0, 1), static_argnums=6)
+def write(cache, calibration, batch, q, k, v, implementation=None):
     """One step over rows [layers, num_seqs, num_queries, heads, dim]."""
-    step = fp8kv.begin_step(cache, calibration, batch)
+    options = {"implementation": implementation}
+    step = fp8kv.begin_step(cache, calibration, batch, **options)
     outs = []
     for layer in range(cache.num_layers):
-        out, step = fp8kv.attend(step, layer, q[layer], k[layer], v[layer])
+        out, step = fp8kv.attend(step, layer, q[layer], k[layer], v[layer], **options)
         outs.append(out)
-    return outs, *fp8kv.end_step(step)
+    return outs, *fp8kv.end_step(step, **options)
 
 
 class RowsLoop:
     """One sequence over a pool; rows come as [layers, num_tokens, heads, dim]."""
 
-    def __init__(self, *, chunk=16, cache=None, **calibration):
+    def __init__(self, *, chunk=16, cache=None, implementation=None, **calibration):
         sizes = {
             "num_layers": 1,
             "num_kv_heads": 2,
@@ -36,6 +37,7 @@ class RowsLoop:
         }
         self.config = fp8kv.CacheConfig(**(sizes | (cache or {})))
         self.chunk = chunk
+        self.implementation = implementation
         self.cache = fp8kv.init_cache(self.config)
         self.state = fp8kv.init_calibration(
             fp8kv.CalibrationConfig(**calibration),
@@ -81,7 +83,9 @@ class RowsLoop:
         q = np.zeros_like(k) if q is None else self._rows(q)
         padded = [jnp.asarray(pad(x))[:, None] for x in (q, k, v)]
         was_frozen = bool(self.state.frozen)
-        outs, self.cache, self.state = write(self.cache, self.state, batch, *padded)
+        outs, self.cache, self.state = write(
+            self.cache, self.state, batch, *padded, self.implementation
+        )
         self.oracle.copy_pages(copies.astype(int), self.config.page_size)
         self.oracle.append(slots, np.stack([k, v], axis=1), observe=not was_frozen)
         return np.stack(outs)[:, 0, :num]

@@ -84,7 +84,9 @@ def pool_sized_copies(text, cache):
     shapes = {tuple(x.shape) for x in (*cache.k_pages, *cache.v_pages)}
     found = []
     for line in text.splitlines():
-        match = re.search(r"= \w+\[([\d,]+)\]\S* (copy|copy-start|convert|bitcast-convert)\(", line)
+        match = re.search(
+            r"= \w+\[([\d,]+)\]\S* (copy|copy-start|convert|bitcast-convert)\(", line
+        )
         if match and tuple(map(int, match[1].split(","))) in shapes:
             found.append(line.strip())
     return found

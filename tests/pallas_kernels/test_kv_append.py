@@ -252,7 +252,7 @@ def test_other_pools_take_neither_scales_nor_statistics():
 @pytest.mark.parametrize(
     ("shape", "dtype", "rows", "message"),
     [
-        ((64, 64), jnp.float32, jnp.bfloat16, "no float32 pools"),
+        ((64, 64), jnp.float32, jnp.bfloat16, "FP8 and BF16 pools, got float32"),
         ((64, 64), jnp.bfloat16, jnp.float32, "bfloat16 rows, got float32"),
         ((64, 80), jnp.bfloat16, jnp.bfloat16, "head_dim .* got 80"),
         ((32, 64), jnp.bfloat16, jnp.bfloat16, "page sizes .* got 32"),

@@ -1,0 +1,80 @@
+"""The promise on a real model: pools against the BF16 rows that it gave to append."""
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8kv_jax as fp8kv
+from models.loading import default_model_path, load_model
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "fp8kv_jax"))
+from oracle import SlotOracle
+
+TEXT = (
+    "A key that is written at one scale and read at another is not a key. The window "
+    "is what keeps both the same: its rows wait beside the cache until the scale is "
+    "known, and are written again. Whoever reads later, from any page, in any order, "
+    "then finds one scale for the whole history, and every byte as if it had been "
+    "written once, at that scale, from the row that the model gave."
+)
+WINDOW, CHUNK, PAGE_SIZE = 64, 16, 16
+
+
+def recording(forward):
+    """A forward function that returns the rows handed to `attend` with its logits."""
+
+    def wrapped(params, token_ids, positions, attend, carry, *, logits_at=None):
+        rows = []
+
+        def record(carry, layer, q, k, v, **options):
+            rows.append(jnp.stack([k, v]))
+            return attend(carry, layer, q, k, v, **options)
+
+        logits, carry = forward(
+            params, token_ids, positions, record, carry, logits_at=logits_at
+        )
+        return (logits, jnp.stack(rows)), carry
+
+    return wrapped
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head"])
+def test_pools_of_a_real_model_equal_one_shot_quantization(granularity):
+    model = load_model(default_model_path(), "float32")
+    sizes = model.config.num_layers, model.config.num_kv_heads, model.config.head_dim
+    config = fp8kv.CacheConfig(
+        num_layers=sizes[0],
+        num_kv_heads=sizes[1],
+        head_dim=sizes[2],
+        num_pages=8,
+        page_size=PAGE_SIZE,
+    )
+    cache = fp8kv.init_cache(config)
+    state = fp8kv.init_calibration(
+        fp8kv.CalibrationConfig(window_tokens=WINDOW, granularity=granularity),
+        config,
+        max_tokens_per_step=CHUNK,
+    )
+    step = fp8kv.make_steps(recording(model.forward)).prefill_step
+    step = jax.jit(step, donate_argnums=(1, 2))
+    table = fp8kv.BlockTable(
+        num_pages=8, page_size=PAGE_SIZE, num_seqs=1, max_seq_len=128
+    )
+    oracle = SlotOracle(sizes[0], config.num_slots, *sizes[1:])
+    ids = model.tokenizer.encode(TEXT)
+    was_frozen = [False]
+    for start in range(0, len(ids), CHUNK):
+        chunk = ids[start : start + CHUNK]
+        batch = fp8kv.make_batch(table, {0: chunk}, {0: start}, num_queries=CHUNK)
+        (_, rows), cache, state = step(model.params, cache, state, batch)
+        slots = np.asarray(batch.slot_mapping).reshape(-1)
+        oracle.append(slots, np.asarray(rows)[:, :, 0], observe=not was_frozen[-1])
+        was_frozen.append(bool(state.frozen))
+        assert oracle.differing_bytes(cache, state) == 0
+    assert len(ids) > WINDOW + CHUNK
+    assert int(state.tokens_seen) == int(state.num_requantized) == WINDOW
+    assert was_frozen[: WINDOW // CHUNK + 1] == [False] * (WINDOW // CHUNK) + [True]
