@@ -226,6 +226,7 @@ def end_step(
 
     def stage_batch(cache: PagedKVCache, calibration: CalibrationState):
         k_rows, v_rows = zip(*step.rows, strict=True)
+        assert calibration.staged is not None
         staged = stage(
             calibration.staged,
             k_rows,

@@ -142,4 +142,5 @@ def from_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def as_floats(bits: jax.Array, pool_dtype: jnp.dtype) -> jax.Array:
     """Views integers taken from a pool as what they mean; bytes of FP8 as FP8."""
-    return from_bits(bits, FP8_DTYPE if pool_dtype == CODES_DTYPE else pool_dtype)
+    held_as_bytes = pool_dtype == CODES_DTYPE
+    return from_bits(bits, jnp.dtype(FP8_DTYPE) if held_as_bytes else pool_dtype)

@@ -38,13 +38,13 @@ def test_without_a_mask_all_tokens_take_part():
 
 
 def test_nan_and_inf_never_enter():
-    # CASES.md row 11: one Inf element.
+    # docs/cases.md row 11: one Inf element.
     x = jnp.array([[[1.0, jnp.inf, jnp.nan, -jnp.inf, -2.0]]])
     assert absmax(x).tolist() == [2.0]
 
 
 def test_a_huge_other_tensor_does_not_enter():
-    # CASES.md row 15 and its neighbour: what is not passed, and what is padding.
+    # docs/cases.md row 15 and its neighbour: what is not passed, and what is padding.
     x = jnp.array([[[1.0]], [[1e30]]])
     assert absmax(x, jnp.array([True, False])).tolist() == [1.0]
 

@@ -47,7 +47,7 @@ def counted(values, inv_scale: float = 1.0) -> list[float]:
 
 
 def test_all_codes_decode_as_in_ml_dtypes():
-    # CASES.md row 18: all 256 codes.
+    # docs/cases.md row 18: all 256 codes.
     codes = jnp.asarray(ALL_CODES.view(ml_dtypes.float8_e4m3fn)).reshape(256, 1, 1)
     rows = jax.jit(fp8.dequantize_rows)(codes, jnp.ones(1))
     np.testing.assert_array_equal(rows.reshape(-1), decoded(ALL_CODES))
@@ -59,7 +59,7 @@ def test_all_finite_codes_survive_decode_and_encode():
 
 
 def test_midpoints_round_to_even():
-    # CASES.md row 18: all midpoints, ties to even.
+    # docs/cases.md row 18: all midpoints, ties to even.
     magnitudes = np.arange(0x7F, dtype=np.uint8)
     values = decoded(magnitudes)
     midpoints = (values[1:] + values[:-1]) / 2
@@ -88,13 +88,13 @@ def test_any_value_rounds_as_in_ml_dtypes(values):
 
 
 def test_overflow_saturates_and_never_turns_into_nan():
-    # CASES.md row 16: K = 500 at scale 1; 464; 465; +-Inf.
+    # docs/cases.md row 16: K = 500 at scale 1; 464; 465; +-Inf.
     values = [500.0, 464.0, 465.0, np.inf, -np.inf, 1e38]
     assert quantized(values, 1.0) == [448, 448, 448, 448, -448, 448]
 
 
 def test_saturated_counts_from_above_464():
-    # CASES.md row 16: 464 and below not counted, 465 and above counted, Inf apart.
+    # docs/cases.md row 16: 464 and below not counted, 465 and above counted, Inf apart.
     assert counted([448.0, 464.0, -464.0]) == [464.0, 0, 0, 0]
     assert counted([465.0, -500.0]) == [500.0, 2, 0, 0]
     assert counted([np.nextafter(np.float32(464), np.inf)])[1] == 1
@@ -102,14 +102,14 @@ def test_saturated_counts_from_above_464():
 
 
 def test_nan_stays_nan_and_is_counted_apart():
-    # CASES.md row 17: NaN in K.
+    # docs/cases.md row 17: NaN in K.
     np.testing.assert_array_equal(quantized([np.nan, 2.0], 1.0), [np.nan, 2.0])
     assert encoded([np.nan])[0] & 0x7F == 0x7F
     assert counted([np.nan, 2.0]) == [2.0, 0, 0, 1]
 
 
 def test_scales_at_the_ends_of_their_range_give_no_inf():
-    # CASES.md row 23: a scale near the largest float32, and the smallest.
+    # docs/cases.md row 23: a scale near the largest float32, and the smallest.
     big, largest = 2.0**100, float(np.finfo(np.float32).max)
     # 2^127 * 2^-100 = 2^27 clips; 2^-20 * 2^100 = 2^80 clips; 2^127 * 2^100 overflows
     assert quantized([2.0**127, -(2.0**108)], 1 / big) == [448, -256]

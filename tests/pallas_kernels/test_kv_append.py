@@ -114,7 +114,7 @@ def test_other_pools_hold_the_rows_cast(dtype):
 
 
 def test_padding_slots_write_nothing_and_count_nothing():
-    # CASES.md row 6: half the rows are padding with garbage values.
+    # docs/cases.md row 6: half the rows are padding with garbage values.
     k = jnp.array([1.0, 1e4, 2.0, jnp.nan]).reshape(4, 1, 1)
     k_pages, v_pages, (k_stats, v_stats) = append_rows(
         k, [5, -1, 9, -7], statistics=True
@@ -126,7 +126,7 @@ def test_padding_slots_write_nothing_and_count_nothing():
 
 
 def test_losers_of_a_slot_are_observed_but_not_written():
-    # CASES.md row 8: duplicate slots in one batch, the last token wins.
+    # docs/cases.md row 8: duplicate slots in one batch, the last token wins.
     k = jnp.array([500.0, 3.0, 7.0, 2.0]).reshape(4, 1, 1)
     k_pages, v_pages, statistics = append_rows(k, [6, 6, 1, 6], statistics=True)
     assert [x.item() for x in read_slots(k_pages, v_pages, jnp.array([6]))] == [2, 2]
@@ -135,7 +135,7 @@ def test_losers_of_a_slot_are_observed_but_not_written():
 
 
 def test_inf_saturates_in_its_own_slot_and_stays_out_of_the_amax():
-    # CASES.md row 11: one Inf element.
+    # docs/cases.md row 11: one Inf element.
     k = jnp.array([[3.0, jnp.inf], [-jnp.inf, 5.0]]).reshape(2, 1, 2)
     k_pages, _, (statistics, _) = append_rows(k, [0, 1], statistics=True)
     assert k_pages[0, 0, :2].tolist() == [[3, 448], [-448, 5]]
@@ -143,7 +143,7 @@ def test_inf_saturates_in_its_own_slot_and_stays_out_of_the_amax():
 
 
 def test_values_up_to_464_clip_without_being_counted():
-    # CASES.md row 16: K = 500 at scale 1; 464; 465.
+    # docs/cases.md row 16: K = 500 at scale 1; 464; 465.
     k = jnp.array([500.0, 464.0, 465.0, -466.0, 448.0]).reshape(5, 1, 1)
     k_pages, _, (statistics, _) = append_rows(k, range(5), statistics=True)
     assert k_pages[0, 0, :5, 0].tolist() == [448, 448, 448, -448, 448]
@@ -151,7 +151,7 @@ def test_values_up_to_464_clip_without_being_counted():
 
 
 def test_nan_becomes_nan_and_touches_no_other_slot():
-    # CASES.md row 17: NaN in K.
+    # docs/cases.md row 17: NaN in K.
     k = jnp.array([1.0, jnp.nan, 2.0]).reshape(3, 1, 1)
     k_pages, v_pages, (statistics, _) = append_rows(k, [0, 1, 2], statistics=True)
     codes = k_pages[0, 0, :3, 0].astype(jnp.float32)
@@ -162,7 +162,7 @@ def test_nan_becomes_nan_and_touches_no_other_slot():
 
 
 def test_saturated_counts_are_exact_per_head():
-    # CASES.md row 22: V rows at 600, scale 1.
+    # docs/cases.md row 22: V rows at 600, scale 1.
     k = jnp.ones((3, 2, 4))
     v = k.at[:, 1].set(600.0).at[0, 0, 0].set(-600.0)
     *_, (k_stats, v_stats) = append_rows(k, [3, 4, 60], v=v, statistics=True)

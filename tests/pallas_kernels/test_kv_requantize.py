@@ -177,7 +177,7 @@ def test_a_stage_without_rows_changes_nothing():
 
 
 def test_a_copied_page_is_requantized_too():
-    # CASES.md row 9: a page copied before the freeze owns the rows of its source.
+    # docs/cases.md row 9: a page copied before the freeze owns the rows of its source.
     inputs = make_inputs(tiny_case(ownership="copied"), 5)
     owners = np.asarray(inputs.slot_owner).reshape(4, PAGE_SIZE)
     copies = [

@@ -168,7 +168,7 @@ def test_a_donated_copy_copies_no_pool(dtype):
 
 
 def test_a_copied_page_follows_its_rows_through_the_freeze():
-    # CASES.md row 9: copy the page and its owners, then requantize: both hold the row.
+    # docs/cases.md row 9: copy the page and its owners, then requantize: both hold the row.
     k_pages, v_pages = make_pages(3, 1, PAGE_SIZE, 8, FP8_DTYPE)
     rows = jax.random.normal(jax.random.key(1), (5, 1, 8), jnp.bfloat16)
     owner = jnp.full((3, PAGE_SIZE), -1, jnp.int32).at[0, :5].set(jnp.arange(5))
@@ -237,7 +237,7 @@ def test_padding_slots_write_nothing():
 
 
 def test_entries_out_of_range_leave_the_others_alone():
-    # CASES.md row 27: a block table with garbage past the end.
+    # docs/cases.md row 27: a block table with garbage past the end.
     inputs = tiny_inputs()
     clean = inputs.block_table.at[:, -1].set(0)
     assert (clean != inputs.block_table).any()
