@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from fp8kv_jax import counters as counter
 from fp8kv_jax.cache import CacheConfig, PagedKVCache, init_cache
 from fp8kv_jax.staging import StagedWindow, disown_all, init_window
 from pallas_kernels.fp8 import FP8_MAX, RowStatistics
+
+if TYPE_CHECKING:
+    from fp8kv_jax.scales.scale_set import ScaleSet
 
 type Granularity = Literal["tensor", "head"]
 type Groups = Float32[Array, "fp8_layers groups"]
@@ -107,7 +110,8 @@ class CalibrationState:
     (granularity "tensor") or the number of KV heads.
 
     Attributes:
-      k_amax, v_amax: largest finite value observed inside the window.
+      k_amax, v_amax: largest finite value that the scales rest on.
+      k_live_amax, v_live_amax: largest finite value since the scales are final.
       k_scale, v_scale: multipliers out of FP8, provisional until frozen.
       k_inv_scale, v_inv_scale: their reciprocals, made once with them: a last-bit
         difference in the inverse would change 0.3 % of the codes.
@@ -130,6 +134,8 @@ class CalibrationState:
 
     k_amax: Groups
     v_amax: Groups
+    k_live_amax: Groups
+    v_live_amax: Groups
     k_scale: Groups
     v_scale: Groups
     k_inv_scale: Groups
@@ -172,50 +178,84 @@ def init_calibration(
     cache: CacheConfig,
     *,
     max_tokens_per_step: int,
+    scales: "ScaleSet | None" = None,
     num_window_rows: int | None = None,
 ) -> CalibrationState:
     """Makes the state of a loop that has seen nothing yet.
 
+    Layers that `scales` covers are static: they keep their scales and observe
+    nothing. The other FP8 layers calibrate over the window.
+
     Args:
       config: how scales are found.
-      cache: the cache whose FP8 layers calibrate.
+      cache: the cache whose FP8 layers need scales.
       max_tokens_per_step: the largest `Batch.num_tokens` of any step inside the
         window, padding included.
+      scales: scales that are known already, checked here. Their granularity is the
+        state's; layers they skip belong into the cache's `high_precision_layers`, or
+        calibrate.
       num_window_rows: rows to hold, if more than the window needs: so that states of
         several windows share one compilation.
 
     Returns:
-      A state that owns its buffers. A cache without FP8 layers gives a state that
-      is frozen from the start.
+      A state that owns its buffers. Without a layer that calibrates it is frozen from
+      the start.
 
     Raises:
-      ValueError: if the window is 0, since no scales are given.
+      ValueError: if the window is 0 and a layer has no scales.
+      ScaleError: (a ValueError) if the scales do not fit the cache.
     """
     layers = cache.fp8_layers
-    if layers and config.window_tokens == 0:
+    calibrating = _uncovered(layers, scales)
+    if calibrating and config.window_tokens == 0:
         raise ValueError(
             "Expected window_tokens of at least 1: a window of 0 tokens means no "
-            "online calibration, and no scales are given."
+            f"online calibration, and no scales are given for layers {calibrating}. "
+            "Give them, or put the layers into high_precision_layers."
         )
-    groups = cache.num_kv_heads if config.granularity == "head" else 1
+    granularity = scales.granularity if scales is not None else config.granularity
+    groups = cache.num_kv_heads if granularity == "head" else 1
     needed = config.window_tokens - 1 + max_tokens_per_step
+    fields = _unobserved(len(layers), groups, config.provisional_scale)
+    if scales is not None:
+        scales.check(num_layers=cache.num_layers, num_kv_heads=cache.num_kv_heads)
+        fields |= _static_rows(fields, layers, scales)
     state = CalibrationState(
-        **_unobserved(len(layers), groups, config.provisional_scale),
+        **fields,
         scale_per_amax=jnp.float32(np.float32(config.headroom / FP8_MAX)),
         provisional_scale=jnp.float32(config.provisional_scale),
         window=jnp.int32(config.window_tokens),
-        frozen=jnp.array(not layers),
+        frozen=jnp.array(not calibrating),
         epoch=jnp.int32(0),
         staged=None,
         fp8_layers=layers,
-        calibrating_layers=layers,
+        calibrating_layers=calibrating,
         window_rows=max(needed, num_window_rows or 0),
         max_tokens_per_step=max_tokens_per_step,
     )
-    if not layers:
+    if not calibrating:
         return state
     shapes = jax.eval_shape(lambda: init_cache(cache))
-    return replace(state, staged=init_window(shapes, layers, state.window_rows))
+    return replace(state, staged=init_window(shapes, calibrating, state.window_rows))
+
+
+def _uncovered(layers: tuple[int, ...], scales: "ScaleSet | None") -> tuple[int, ...]:
+    covered = scales.layers if scales is not None else ()
+    return tuple(layer for layer in layers if layer not in covered)
+
+
+def _static_rows(fields: dict, layers: tuple[int, ...], scales: "ScaleSet") -> dict:
+    """Puts given scales into their rows, and what is known of their amax."""
+    rows = [i for i, layer in enumerate(layers) if layer in scales.layers]
+    source = [scales.layers.index(layers[i]) for i in rows]
+
+    def put(name: str) -> Groups:
+        filled = np.array(fields[name])
+        filled[rows] = np.nan_to_num(getattr(scales, name)[source], nan=0.0)
+        return jnp.asarray(filled)
+
+    kinds = ("scale", "inv_scale", "amax")
+    return {name: put(name) for kind in kinds for name in (f"k_{kind}", f"v_{kind}")}
 
 
 def _unobserved(num_layers: int, groups: int, provisional_scale: float) -> dict:
@@ -235,6 +275,8 @@ def _unobserved(num_layers: int, groups: int, provisional_scale: float) -> dict:
     return {
         "k_amax": full(0),
         "v_amax": full(0),
+        "k_live_amax": full(0),
+        "v_live_amax": full(0),
         "k_scale": full(provisional_scale),
         "v_scale": full(provisional_scale),
         "k_inv_scale": full(1 / provisional_scale),
@@ -263,18 +305,22 @@ def observe(
       v: likewise of its values.
       num_tokens: real tokens of the batch.
     """
-    listening = ~state.frozen & state.calibrates
+    inside = ~state.frozen & state.calibrates
     groups = state.k_amax.shape[1]
 
-    def amax(old: Groups, new: Float32[Array, "fp8_layers num_kv_heads"]) -> Groups:
+    def amax(
+        old: Groups, new: Float32[Array, "fp8_layers num_kv_heads"], listening: Array
+    ) -> Groups:
         new = _by_group(new, groups, jnp.max)
         return jnp.where(listening, jnp.maximum(old, new), old)
 
     seen = jnp.where(state.frozen, 0, num_tokens)
     return replace(
         state,
-        k_amax=amax(state.k_amax, k.amax),
-        v_amax=amax(state.v_amax, v.amax),
+        k_amax=amax(state.k_amax, k.amax, inside),
+        v_amax=amax(state.v_amax, v.amax, inside),
+        k_live_amax=amax(state.k_live_amax, k.amax, ~inside),
+        v_live_amax=amax(state.v_live_amax, v.amax, ~inside),
         tokens_seen=state.tokens_seen + seen,
         batches_seen=state.batches_seen + (seen > 0).astype(jnp.int32),
         k_tally=_count(state.k_tally, k, state.frozen, groups),
@@ -365,7 +411,9 @@ def reset(
 
     Args:
       cache: donate it.
-      state: donate it; a released window is made anew.
+      state: donate it; a released window is made anew. Static layers keep the scales
+        they were given, which belong to the weights before: make a state anew from
+        scales of the new weights.
 
     Returns:
       An empty cache and a state that has seen nothing, one epoch later.
@@ -383,6 +431,8 @@ def reset(
     scales = {
         name: jnp.where(calibrates, value, getattr(state, name))
         for name, value in {
+            "k_amax": fresh["k_amax"],
+            "v_amax": fresh["v_amax"],
             "k_scale": provisional,
             "v_scale": provisional,
             "k_inv_scale": 1 / provisional,

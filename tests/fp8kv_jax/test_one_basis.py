@@ -67,7 +67,8 @@ class Schedule:
         num = int(self.rng.integers(1, CHUNK + 1))
         start = self.lens[seq]
         slots = np.full((1, CHUNK), -1, np.int32)
-        slots[0, :num] = self.grow(seq, num)
+        grown = self.grow(seq, num)
+        slots[0, : grown.size] = grown
         if self.rng.random() < 0.3:
             slots[0, self.rng.random(CHUNK) < 0.3] = -1
         self.step("prefill_step", slots, [seq], [start])
