@@ -32,6 +32,7 @@ from fp8kv_jax.cache import CacheConfig, init_cache
 from fp8kv_jax.calibration import CalibrationConfig, init_calibration
 from fp8kv_jax.decode import Forward, make_steps
 from fp8kv_jax.sampling import greedy, sample
+from fp8kv_jax.scales.scale_set import ScaleSet
 from pallas_kernels.dispatch import Implementation
 
 type FinishReason = Literal["stop", "length"]
@@ -141,6 +142,7 @@ class Generator:
       calibration_config: how scales are found.
       num_seqs: prompts in a batch at most.
       max_seq_len: longest sequence, prompt and new tokens together.
+      scales: scales that are known already, of the layers that do not calibrate.
       prefill_chunks: widths of prefill steps. A chunk is padded to one of them, so
         that prompts of new lengths compile nothing.
       implementation: which kernels to use; None for the best that works.
@@ -164,6 +166,7 @@ class Generator:
         *,
         num_seqs: int,
         max_seq_len: int,
+        scales: ScaleSet | None = None,
         prefill_chunks: tuple[int, ...] = (16, 128),
         implementation: Implementation | None = None,
     ) -> None:
@@ -175,6 +178,7 @@ class Generator:
             calibration_config,
             cache_config,
             max_tokens_per_step=max(num_seqs, *prefill_chunks),
+            scales=scales,
         )
         self.tokens_seen = 0
         self.frozen_at: int | None = None

@@ -2,6 +2,7 @@
 
 import codecs
 import dataclasses
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -52,6 +53,23 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens; a model may have more rows, padding its embedding."""
         return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def canonical_json(self) -> str:
+        """Spells out what decides which ids a text becomes, for a hash of it.
+
+        The same for the same tables and steps, however the file lays them out. How
+        ids become text, what ends a text, and how batches are padded is left out.
+        """
+        description = json.loads(self.backend.to_str())
+        for key in ("version", "padding", "truncation"):
+            description.pop(key, None)
+        described = {
+            "backend": description,
+            "bos_id": self.bos_id,
+            "add_bos": self.add_bos,
+            "named_tokens": dict(self.named_tokens),
+        }
+        return json.dumps(described, sort_keys=True, separators=(",", ":"))
 
     def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
         """Splits a text into token ids.

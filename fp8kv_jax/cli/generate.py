@@ -13,6 +13,7 @@ from fp8kv_jax.cli.errors import UserError, checking_input
 from fp8kv_jax.cli.model import choose_dtype, encode_prompts, load
 from fp8kv_jax.cli.prompts import read_prompts
 from fp8kv_jax.cli.screen import Screen
+from fp8kv_jax.cli.static_scales import StaticScales, check_flags, load_scales
 from fp8kv_jax.cli.transcript import Transcript
 from fp8kv_jax.generation import (
     Compiling,
@@ -42,6 +43,9 @@ def generate(
     fp8_kv_calibration_tokens: options.CalibrationTokens = 256,
     fp8_kv_headroom: options.Headroom = 2.0,
     fp8_kv_granularity: options.Granularity = options.ScaleGranularity.TENSOR,
+    fp8_kv_scales: options.Scales = None,
+    fp8_kv_uncovered_layers: options.Uncovered = options.UncoveredLayers.BF16,
+    allow_mismatch: options.AllowMismatch = None,
     kv_high_precision_layers: options.HighPrecisionLayers = "none",
     page_size: options.PageSize = 128,
     as_json: options.Json = False,
@@ -54,7 +58,8 @@ def generate(
     """
     texts = read_prompts(prompt or [], prompt_file or [])
     high_precision_layers = options.parse_layers(kv_high_precision_layers)
-    if kv_cache_dtype == "fp8" and fp8_kv_calibration_tokens == 0:
+    check_flags(fp8_kv_scales, fp8_kv_uncovered_layers, allow_mismatch, kv_cache_dtype)
+    if kv_cache_dtype == "fp8" and not (fp8_kv_calibration_tokens or fp8_kv_scales):
         raise UserError(
             "Expected --fp8-kv-calibration-tokens of at least 1, got 0: that means no "
             "online calibration, and no scales are given."
@@ -82,6 +87,9 @@ def generate(
             page_size=page_size,
             generation=generation,
             calibration=calibration,
+            scales=fp8_kv_scales,
+            uncovered_layers=fp8_kv_uncovered_layers,
+            allow_mismatch=allow_mismatch,
             as_json=as_json,
             verbose=verbose,
         )
@@ -101,6 +109,9 @@ class _Request:
     page_size: int
     generation: GenerationConfig
     calibration: CalibrationConfig
+    scales: Path | None
+    uncovered_layers: options.UncoveredLayers
+    allow_mismatch: str | None
     as_json: bool
     verbose: bool
 
@@ -111,6 +122,7 @@ def _run(request: _Request) -> None:
         dtype = choose_dtype(request.dtype)
         model = load(request.model, dtype)
         prompts = encode_prompts(model, request.texts, chat=request.chat)
+        static, request = _with_scales(request, model)
         cache_config, max_seq_len = _plan_cache(request, model, dtype, prompts)
         generator = Generator(
             model.forward,
@@ -119,6 +131,7 @@ def _run(request: _Request) -> None:
             request.calibration,
             num_seqs=len(prompts),
             max_seq_len=max_seq_len,
+            scales=static.scale_set if static else None,
         )
         transcript = Transcript(
             request.texts,
@@ -134,11 +147,29 @@ def _run(request: _Request) -> None:
                     transcript.push(event)
                 case Frozen():
                     screen.note(report.freeze_line(event))
-    run = report.make_report(generator, cache_config, request.calibration)
+    run = report.make_report(generator, cache_config, request.calibration, static)
     if request.as_json:
         print(json.dumps(report.as_json(run, transcript.outputs()), allow_nan=False))
     sys.stdout.flush()
     _print_summary(screen, run, request)
+
+
+def _with_scales(
+    request: _Request, model: "LoadedModel"
+) -> tuple[StaticScales | None, _Request]:
+    """Loads the scales asked for, and lets the request follow them.
+
+    Their granularity is the run's; layers that they skip keep the compute dtype,
+    unless these are to calibrate online.
+    """
+    if request.scales is None:
+        return None, request
+    static = load_scales(request.scales, model, allow_mismatch=request.allow_mismatch)
+    calibration = replace(request.calibration, granularity=static.scale_set.granularity)
+    kept = request.high_precision_layers
+    if request.uncovered_layers == "bf16":
+        kept = tuple(sorted({*kept, *static.uncovered}))
+    return static, replace(request, calibration=calibration, high_precision_layers=kept)
 
 
 def _plan_cache(
@@ -174,7 +205,9 @@ def _plan_cache(
 
 
 def _print_summary(screen: Screen, run: report.Report, request: _Request) -> None:
-    if run.layers and run.frozen_at is None:
+    if run.static is not None:
+        screen.note(report.static_line(run.static))
+    if run.calibrates and run.frozen_at is None:
         screen.note(report.never_frozen_line(run))
     screen.note(report.timing_line(run.timing))
     if request.as_json and not request.verbose:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import jax
 import typer
 
+from fp8kv_jax.cli import scales, scales_exchange
+from fp8kv_jax.cli.calibrate import calibrate
 from fp8kv_jax.cli.errors import UserError, print_error
 from fp8kv_jax.cli.generate import generate
 
@@ -23,13 +25,11 @@ app = typer.Typer(
 )
 
 
-# Without a callback a single command would lose its name.
-@app.callback()
-def _commands() -> None:
-    pass
-
-
 app.command("generate")(generate)
+app.command("calibrate")(calibrate)
+scales.app.command("import")(scales_exchange.import_command)
+scales.app.command("export")(scales_exchange.export_command)
+app.add_typer(scales.app, name="scales")
 
 # The parser's base error. Newer typers carry their own copy of click, so that neither
 # package's name for it serves both.

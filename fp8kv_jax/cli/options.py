@@ -20,6 +20,11 @@ class KvCacheDtype(StrEnum):
     AUTO = "auto"
 
 
+class UncoveredLayers(StrEnum):
+    BF16 = "bf16"
+    ONLINE = "online"
+
+
 class ScaleGranularity(StrEnum):
     TENSOR = "tensor"
     HEAD = "head"
@@ -105,6 +110,32 @@ Headroom = Annotated[
 Granularity = Annotated[
     ScaleGranularity,
     typer.Option("--fp8-kv-granularity", help="One scale per layer, or per KV head."),
+]
+Scales = Annotated[
+    Path | None,
+    typer.Option(
+        "--fp8-kv-scales",
+        metavar="DIR",
+        show_default=False,
+        help="Use the scales of an artifact, or of a registry's live one: no window.",
+    ),
+]
+Uncovered = Annotated[
+    UncoveredLayers,
+    typer.Option(
+        "--fp8-kv-uncovered-layers",
+        help="What layers do that --fp8-kv-scales skips: keep the compute dtype, or "
+        "calibrate over the window.",
+    ),
+]
+AllowMismatch = Annotated[
+    str | None,
+    typer.Option(
+        "--allow-mismatch",
+        metavar="REASON",
+        show_default=False,
+        help="Accept scales of another model; the reason is part of the output.",
+    ),
 ]
 HighPrecisionLayers = Annotated[
     str,

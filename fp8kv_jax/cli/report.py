@@ -16,6 +16,7 @@ from fp8kv_jax.calibration import (
     CalibrationConfig,
     CalibrationState,
 )
+from fp8kv_jax.cli.static_scales import StaticScales
 from fp8kv_jax.generation import Frozen, Generator, Timing
 
 
@@ -42,7 +43,10 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A run on the host: configurations, what was seen, and each FP8 layer."""
+    """A run on the host: configurations, what was seen, and each FP8 layer.
+
+    `static` says where scales came from that were not found online.
+    """
 
     cache_config: CacheConfig
     calibration_config: CalibrationConfig
@@ -51,6 +55,8 @@ class Report:
     frozen_at: int | None
     requantized_tokens: int
     layers: dict[int, LayerReport]
+    calibrates: bool
+    static: StaticScales | None
     timing: Timing
 
 
@@ -58,6 +64,7 @@ def make_report(
     generator: Generator,
     cache_config: CacheConfig,
     calibration_config: CalibrationConfig,
+    static: StaticScales | None = None,
 ) -> Report:
     """Reads a generator's final state from the device."""
     state = jax.device_get(replace(generator.calibration, staged=None))
@@ -74,6 +81,8 @@ def make_report(
         frozen_at=generator.frozen_at,
         requantized_tokens=int(state.num_requantized),
         layers=layers,
+        calibrates=generator.calibrates,
+        static=static,
         timing=generator.timing,
     )
 
@@ -125,11 +134,12 @@ def as_json(report: Report, outputs: list[dict[str, Any]]) -> dict[str, Any]:
         "calibration": {
             "requested_tokens": calibration.window_tokens,
             "tokens_seen": report.tokens_seen,
-            "frozen": report.frozen_at is not None if report.layers else None,
+            "frozen": report.frozen_at is not None if report.calibrates else None,
             "frozen_at": report.frozen_at,
             "requantized_tokens": report.requantized_tokens,
             "headroom": calibration.headroom,
             "granularity": calibration.granularity,
+            "static_scales": report.static.as_json() if report.static else None,
             "layers": [
                 _layer_json(layer, report.layers.get(layer), calibration.granularity)
                 for layer in range(cache.num_layers)
@@ -170,6 +180,14 @@ def freeze_line(event: Frozen) -> str:
         f"{event.window_tokens}); requantized {_tokens(event.num_requantized)} of "
         f"{event.num_batches} {batches}"
     )
+
+
+def static_line(static: StaticScales) -> str:
+    layers = len(static.scale_set.layers)
+    line = f"FP8 KV scales of artifact {static.artifact_id} for {layers} layers"
+    if static.uncovered:
+        line += f"; none for layers {', '.join(map(str, static.uncovered))}"
+    return "; ".join([line, *static.allowed_mismatches])
 
 
 def never_frozen_line(report: Report) -> str:

@@ -58,12 +58,20 @@ class ScaleSet:
           ScaleError: as `check` does.
         """
         layers = tuple(sorted(scales))
+        if not layers:
+            raise ScaleError("Expected scales for at least one layer, got none.")
+        sizes = {np.size(scale) for pair in scales.values() for scale in pair}
+        if len(sizes) != 1:
+            raise ScaleError(
+                "Expected as many scales for K and for V of each of the layers "
+                f"{_short(layers)}, got {sorted(sizes)} of them."
+            )
         k_scale, v_scale = (
             np.stack([np.asarray(scales[i][j], np.float32) for i in layers])
             for j in (0, 1)
         )
         unknown = np.full_like(k_scale, np.nan)
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             inverses = np.float32(1) / k_scale, np.float32(1) / v_scale
         result = cls(
             layers=layers,
@@ -92,6 +100,11 @@ class ScaleSet:
         """
         if not self.layers:
             raise ScaleError("Expected scales for at least one layer, got none.")
+        if list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+            raise ScaleError(
+                "Expected layers in order, each once and from 0 on, got "
+                f"{_short(self.layers)}."
+            )
         if num_layers is not None and self.layers[-1] >= num_layers:
             extra = [i for i in self.layers if i >= num_layers]
             raise ScaleError(

@@ -1,5 +1,6 @@
 """Tokenizers built from metadata, decoding token by token, and chat templates."""
 
+import dataclasses
 import itertools
 import random
 import re
@@ -297,3 +298,21 @@ def test_a_model_without_a_template_says_so():
 def test_a_sentencepiece_file_without_scores_is_refused():
     with pytest.raises(ModelFileError, match=r"no tokenizer\.ggml\.scores"):
         sentencepiece(scores=None)
+
+
+def test_the_canonical_json_changes_with_what_makes_ids_and_with_nothing_else():
+    same = [byte_level(), byte_level()]
+    same[1].backend.enable_padding()
+    same[1].backend.enable_truncation(7)
+    ends_elsewhere = dataclasses.replace(byte_level(), eos_ids=frozenset({0}))
+    spelled = {x.canonical_json() for x in [*same, ends_elsewhere]}
+    assert len(spelled) == 1
+    others = [
+        byte_level(merges=("t h",)),
+        byte_level(pre="qwen2"),
+        byte_level(add_bos_token=True),
+        byte_level(bos_token_id=0),
+        sentencepiece(),
+        dataclasses.replace(byte_level(), named_tokens={"bos_token": "<s>"}),
+    ]
+    assert len(spelled | {x.canonical_json() for x in others}) == len(others) + 1

@@ -2,7 +2,7 @@
 
 Needs packages that the tests do not, in an environment of its own:
 
-    pip install torch==2.13.0 compressed-tensors==0.20.1
+    pip install torch==2.13.0 transformers==4.57.1 compressed-tensors==0.20.1
 
     python make_compressed_tensors_fixture.py make data/compressed_tensors_tensor
     python make_compressed_tensors_fixture.py make data/compressed_tensors_head
@@ -105,7 +105,7 @@ def observe(model) -> list[dict[str, list[float]]]:
 def read(folder: Path, expected: Path) -> None:
     recipe = json.loads((folder / "quantization_config.json").read_text())
     quantization = QuantizationConfig.model_validate(recipe["quantization_config"])
-    model = tiny_llama()
+    model = tiny_llama().float()  # so that its scales hold float32 too
     apply_quantization_config(model, quantization)
     loaded = model.load_state_dict(load_file(folder / "kv_scales.safetensors"), False)
     assert not loaded.unexpected_keys, loaded.unexpected_keys

@@ -1,0 +1,89 @@
+"""Scales from an artifact for a run: read, checked against the model, laid over layers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8kv_jax.cli import options
+from fp8kv_jax.cli.errors import UserError, checking_input
+from fp8kv_jax.cli.identity import identify
+from fp8kv_jax.scales.artifact import check_against_model, read_artifact
+from fp8kv_jax.scales.registry import find_artifact
+from fp8kv_jax.scales.scale_set import ScaleSet
+
+if TYPE_CHECKING:
+    from models.loading import LoadedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticScales:
+    """Scales that a run uses, and where they come from.
+
+    Attributes:
+      scale_set: scales of the covered layers.
+      uncovered: layers of the model that the artifact skips.
+      artifact_id: the artifact's id.
+      path: its folder.
+      allowed_mismatches: differences from the model that were accepted, with reason.
+    """
+
+    scale_set: ScaleSet
+    uncovered: tuple[int, ...]
+    artifact_id: str
+    path: Path
+    allowed_mismatches: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "artifact_id": self.artifact_id,
+            "path": str(self.path),
+            "covered_layers": list(self.scale_set.layers),
+            "uncovered_layers": list(self.uncovered),
+            "allowed_mismatches": self.allowed_mismatches,
+        }
+
+
+def load_scales(
+    path: Path, model: "LoadedModel", *, allow_mismatch: str | None
+) -> StaticScales:
+    """Reads an artifact, or a registry's live one, for a model.
+
+    Raises:
+      UserError: if there is none, it is not sound, or it is another model's.
+    """
+    with checking_input():
+        try:
+            folder = find_artifact(path)
+            scale_set, manifest = read_artifact(folder)
+        except OSError as error:
+            raise UserError(f"Expected {path} to be readable: {error}.") from error
+        allowed = check_against_model(
+            scale_set, manifest, identify(model), allow_mismatch=allow_mismatch
+        )
+    layers = range(model.config.num_layers)
+    return StaticScales(
+        scale_set=scale_set,
+        uncovered=tuple(i for i in layers if i not in scale_set.layers),
+        artifact_id=manifest.artifact_id,
+        path=folder,
+        allowed_mismatches=allowed,
+    )
+
+
+def check_flags(
+    scales: Path | None,
+    uncovered: options.UncoveredLayers,
+    allow_mismatch: str | None,
+    dtype: options.KvCacheDtype,
+) -> None:
+    """Refuses flags that contradict each other."""
+    if scales is not None and dtype != "fp8":
+        raise UserError(
+            f"Expected --kv-cache-dtype fp8 with --fp8-kv-scales, got {dtype.value}: a "
+            "wider cache has no scales."
+        )
+    if scales is None and (allow_mismatch is not None or uncovered != "bf16"):
+        raise UserError(
+            "Expected --fp8-kv-scales with --allow-mismatch or "
+            "--fp8-kv-uncovered-layers, got none."
+        )
