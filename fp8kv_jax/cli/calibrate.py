@@ -7,15 +7,14 @@ import sys
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import typer
 
 from fp8kv_jax.calibration import CalibrationConfig
+from fp8kv_jax.cli import calibrate_options as flags
 from fp8kv_jax.cli import options
 from fp8kv_jax.cli.calibrate_report import Done, report
 from fp8kv_jax.cli.calibrate_screen import CalibrationScreen
@@ -47,123 +46,26 @@ if TYPE_CHECKING:
     from models.loading import LoadedModel
 
 
-class Rule(StrEnum):
-    AMAX = "amax"
-
-
-_Data = Annotated[
-    list[str],
-    typer.Option(
-        "--data",
-        metavar="[NAME=]PATH",
-        show_default=False,
-        help="A .jsonl file of chats or texts, a text file, or a folder of code. "
-        "Repeatable; NAME is the data class, by default chat, text or code.",
-    ),
-]
-_Out = Annotated[
-    Path,
-    typer.Option(
-        "--out", metavar="DIR", show_default=False, help="Where the artifact goes."
-    ),
-]
-_NumSamples = Annotated[
-    int, typer.Option("--num-samples", metavar="N", help="Samples to draw.")
-]
-_MaxSeqLen = Annotated[
-    int,
-    typer.Option("--max-seq-len", metavar="N", help="Tokens at which a sample is cut."),
-]
-_Seed = Annotated[
-    int, typer.Option("--seed", metavar="N", help="What draws and cuts depend on.")
-]
-_Granularity = Annotated[
-    options.ScaleGranularity,
-    typer.Option("--granularity", help="One scale per layer, or per KV head."),
-]
-_Headroom = Annotated[
-    float,
-    typer.Option(
-        "--headroom",
-        metavar="X",
-        help="How far above the largest value seen the scales reach.",
-    ),
-]
-_BatchSize = Annotated[
-    int,
-    typer.Option(
-        "--batch-size",
-        metavar="N",
-        help="Samples of full length that a device takes at once; of shorter ones it "
-        "takes more.",
-    ),
-]
-_Rule = Annotated[Rule, typer.Option("--rule", help="How scales follow from the text.")]
-_Resume = Annotated[
-    bool,
-    typer.Option(
-        "--resume/--no-resume", help="Go on where a killed run of this kind stopped."
-    ),
-]
-_WorkDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--work-dir",
-        metavar="DIR",
-        show_default="OUT.running, removed at the end",
-        help="Where the running state is saved.",
-    ),
-]
-_SaveEvery = Annotated[
-    int,
-    typer.Option("--save-every", metavar="N", help="Batches between two saves."),
-]
-_Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an artifact in DIR.")
-]
-_Coordinator = Annotated[
-    str | None,
-    typer.Option(
-        "--coordinator",
-        metavar="HOST:PORT",
-        show_default=False,
-        help="Where process 0 of several listens.",
-    ),
-]
-_NumProcesses = Annotated[
-    int, typer.Option("--num-processes", metavar="N", help="Processes that share.")
-]
-_ProcessId = Annotated[
-    int | None,
-    typer.Option(
-        "--process-id",
-        metavar="I",
-        show_default=False,
-        help="Which of them this is, from 0.",
-    ),
-]
-
-
 def calibrate(
-    data: _Data,
-    out: _Out,
+    data: flags.Data,
+    out: flags.Out,
     model: options.Model = None,
     dtype: options.Dtype = None,
-    num_samples: _NumSamples = 512,
-    max_seq_len: _MaxSeqLen = 2048,
-    seed: _Seed = 0,
-    granularity: _Granularity = options.ScaleGranularity.TENSOR,
-    headroom: _Headroom = 2.0,
-    rule: _Rule = Rule.AMAX,
+    num_samples: flags.NumSamples = 512,
+    max_seq_len: flags.MaxSeqLen = 2048,
+    seed: flags.Seed = 0,
+    granularity: flags.Granularity = options.ScaleGranularity.TENSOR,
+    headroom: flags.Headroom = 2.0,
+    rule: flags.ScaleRule = flags.Rule.AMAX,
     kv_high_precision_layers: options.HighPrecisionLayers = "none",
-    batch_size: _BatchSize = 1,
-    resume: _Resume = True,
-    work_dir: _WorkDir = None,
-    save_every: _SaveEvery = 8,
-    overwrite: _Overwrite = False,
-    coordinator: _Coordinator = None,
-    num_processes: _NumProcesses = 1,
-    process_id: _ProcessId = None,
+    batch_size: flags.BatchSize = 1,
+    resume: flags.Resume = True,
+    work_dir: flags.WorkDir = None,
+    save_every: flags.SaveEvery = 8,
+    overwrite: flags.Overwrite = False,
+    coordinator: flags.Coordinator = None,
+    num_processes: flags.NumProcesses = 1,
+    process_id: flags.ProcessId = None,
     as_json: options.Json = False,
 ) -> None:
     """Runs representative text through a model and writes its FP8 scales.
@@ -221,7 +123,7 @@ class _Request:
     max_seq_len: int
     seed: int
     config: CalibrationConfig
-    rule: Rule
+    rule: flags.Rule
     high_precision_layers: tuple[int, ...]
     batch_size: int
     resume: bool

@@ -13,7 +13,12 @@ from fp8kv_jax.cli.errors import UserError, checking_input
 from fp8kv_jax.cli.model import choose_dtype, encode_prompts, load
 from fp8kv_jax.cli.prompts import read_prompts
 from fp8kv_jax.cli.screen import Screen
-from fp8kv_jax.cli.static_scales import StaticScales, check_flags, load_scales
+from fp8kv_jax.cli.static_scales import (
+    StaticScales,
+    check_flags,
+    load_scales,
+    save_scales,
+)
 from fp8kv_jax.cli.transcript import Transcript
 from fp8kv_jax.generation import (
     Compiling,
@@ -46,6 +51,7 @@ def generate(
     fp8_kv_scales: options.Scales = None,
     fp8_kv_uncovered_layers: options.Uncovered = options.UncoveredLayers.BF16,
     allow_mismatch: options.AllowMismatch = None,
+    save_fp8_kv_scales: options.SaveScales = None,
     kv_high_precision_layers: options.HighPrecisionLayers = "none",
     page_size: options.PageSize = 128,
     as_json: options.Json = False,
@@ -58,7 +64,13 @@ def generate(
     """
     texts = read_prompts(prompt or [], prompt_file or [])
     high_precision_layers = options.parse_layers(kv_high_precision_layers)
-    check_flags(fp8_kv_scales, fp8_kv_uncovered_layers, allow_mismatch, kv_cache_dtype)
+    check_flags(
+        fp8_kv_scales,
+        fp8_kv_uncovered_layers,
+        allow_mismatch,
+        kv_cache_dtype,
+        save_fp8_kv_scales,
+    )
     if kv_cache_dtype == "fp8" and not (fp8_kv_calibration_tokens or fp8_kv_scales):
         raise UserError(
             "Expected --fp8-kv-calibration-tokens of at least 1, got 0: that means no "
@@ -90,6 +102,7 @@ def generate(
             scales=fp8_kv_scales,
             uncovered_layers=fp8_kv_uncovered_layers,
             allow_mismatch=allow_mismatch,
+            save_to=save_fp8_kv_scales,
             as_json=as_json,
             verbose=verbose,
         )
@@ -112,6 +125,7 @@ class _Request:
     scales: Path | None
     uncovered_layers: options.UncoveredLayers
     allow_mismatch: str | None
+    save_to: Path | None
     as_json: bool
     verbose: bool
 
@@ -152,6 +166,19 @@ def _run(request: _Request) -> None:
         print(json.dumps(report.as_json(run, transcript.outputs()), allow_nan=False))
     sys.stdout.flush()
     _print_summary(screen, run, request)
+    if request.save_to is not None:
+        lengths = list(
+            zip(map(len, prompts), map(len, transcript.token_ids), strict=True)
+        )
+        artifact_id = save_scales(
+            request.save_to,
+            model,
+            generator.calibration,
+            request.calibration,
+            parent=static.artifact_id if static else None,
+            lengths=lengths,
+        )
+        screen.note(f"wrote {request.save_to} (artifact {artifact_id})")
 
 
 def _with_scales(

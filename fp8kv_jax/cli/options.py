@@ -120,6 +120,15 @@ Scales = Annotated[
         help="Use the scales of an artifact, or of a registry's live one: no window.",
     ),
 ]
+SaveScales = Annotated[
+    Path | None,
+    typer.Option(
+        "--save-fp8-kv-scales",
+        metavar="DIR",
+        show_default=False,
+        help="Write the scales that this run froze as an artifact.",
+    ),
+]
 Uncovered = Annotated[
     UncoveredLayers,
     typer.Option(

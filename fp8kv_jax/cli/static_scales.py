@@ -4,10 +4,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp8kv_jax.calibration import CalibrationConfig, CalibrationState
 from fp8kv_jax.cli import options
 from fp8kv_jax.cli.errors import UserError, checking_input
 from fp8kv_jax.cli.identity import identify
-from fp8kv_jax.scales.artifact import check_against_model, read_artifact
+from fp8kv_jax.scales.artifact import (
+    check_against_model,
+    from_state,
+    read_artifact,
+    write_artifact,
+)
+from fp8kv_jax.scales.manifest import Envelope, Percentiles
 from fp8kv_jax.scales.registry import find_artifact
 from fp8kv_jax.scales.scale_set import ScaleSet
 
@@ -70,13 +77,60 @@ def load_scales(
     )
 
 
+def save_scales(
+    folder: Path,
+    model: "LoadedModel",
+    state: CalibrationState,
+    config: CalibrationConfig,
+    *,
+    parent: str | None,
+    lengths: list[tuple[int, int]],
+) -> str:
+    """Writes what a run froze as an artifact.
+
+    Args:
+      folder: where it goes; must not be there yet.
+      model: the model that ran.
+      state: the run's final state.
+      config: what the state was made with.
+      parent: id of the artifact that the run's own scales came from.
+      lengths: prompt and output tokens of each sequence.
+
+    Returns:
+      The artifact's id.
+
+    Raises:
+      UserError: if the scales never froze, or the folder cannot be written.
+    """
+    prompts, outputs = zip(*lengths, strict=True)
+    envelope = Envelope(
+        longest_context=max(map(sum, lengths)),
+        prompt_lengths=Percentiles.of(prompts),
+        output_lengths=Percentiles.of(outputs),
+    )
+    with checking_input():
+        scale_set, manifest = from_state(
+            state, config, identify(model), envelope=envelope, parent=parent
+        )
+        try:
+            return write_artifact(folder, scale_set, manifest).artifact_id
+        except OSError as error:
+            raise UserError(f"Expected to write {folder}: {error.strerror}.") from error
+
+
 def check_flags(
     scales: Path | None,
     uncovered: options.UncoveredLayers,
     allow_mismatch: str | None,
     dtype: options.KvCacheDtype,
+    save_to: Path | None,
 ) -> None:
     """Refuses flags that contradict each other."""
+    if save_to is not None and (dtype != "fp8" or save_to.exists()):
+        raise UserError(
+            "Expected --save-fp8-kv-scales to name a new folder, and "
+            f"--kv-cache-dtype fp8, got {save_to} and {dtype.value}."
+        )
     if scales is not None and dtype != "fp8":
         raise UserError(
             f"Expected --kv-cache-dtype fp8 with --fp8-kv-scales, got {dtype.value}: a "

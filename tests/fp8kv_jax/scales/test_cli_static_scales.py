@@ -123,11 +123,32 @@ def test_scales_of_another_size_are_refused_for_any_reason(
     assert "layers 2, 3" in err
 
 
+def test_scales_frozen_online_serve_the_next_run(generate, tmp_path):
+    saved = tmp_path / "saved"
+    window = ("--fp8-kv-calibration-tokens", "4")
+    code, first, err = generate(*window, "--save-fp8-kv-scales", saved)
+    assert code == 0, err
+    code, second, err = generate("--fp8-kv-scales", saved)
+    assert code == 0, err
+    for a, b in zip(
+        first["calibration"]["layers"], second["calibration"]["layers"], strict=True
+    ):
+        assert (a["k_scale"], a["v_scale"]) == (b["k_scale"], b["v_scale"])
+
+
+def test_scales_that_never_froze_are_not_saved(generate, tmp_path):
+    code, _, err = generate("--save-fp8-kv-scales", tmp_path / "saved")
+    assert code == 2
+    assert "Expected frozen scales" in err
+    assert not (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--fp8-kv-scales", "nowhere"], "nowhere to be an artifact"),
         (["--allow-mismatch", "x"], "Expected --fp8-kv-scales with"),
+        (["--save-fp8-kv-scales", "tests"], "to name a new folder"),
         (
             ["--fp8-kv-scales", "a", "--kv-cache-dtype", "bf16"],
             "Expected --kv-cache-dtype fp8",
