@@ -78,3 +78,37 @@ def test_pools_of_a_real_model_equal_one_shot_quantization(granularity):
     assert len(ids) > WINDOW + CHUNK
     assert int(state.tokens_seen) == int(state.num_requantized) == WINDOW
     assert was_frozen[: WINDOW // CHUNK + 1] == [False] * (WINDOW // CHUNK) + [True]
+
+
+def test_a_nudged_model_freezes_on_nearly_the_same_scales():
+    """What P7 can promise for a whole model: flipped codes spread over the layers."""
+    model = load_model(default_model_path(), "float32")
+    config = fp8kv.CacheConfig(
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        num_pages=8,
+        page_size=PAGE_SIZE,
+    )
+    step = jax.jit(fp8kv.make_steps(model.forward).prefill_step, donate_argnums=(1, 2))
+    ids = model.tokenizer.encode(TEXT)[:WINDOW]
+    scales = []
+    for nudge in (1, 1 + 1e-6):
+        params = {**model.params, "embedding": model.params["embedding"] * nudge}
+        table = fp8kv.BlockTable(
+            num_pages=8, page_size=PAGE_SIZE, num_seqs=1, max_seq_len=128
+        )
+        cache = fp8kv.init_cache(config)
+        state = fp8kv.init_calibration(
+            fp8kv.CalibrationConfig(window_tokens=WINDOW, granularity="head"),
+            config,
+            max_tokens_per_step=WINDOW,
+        )
+        batch = fp8kv.make_batch(table, {0: ids}, {0: 0}, num_queries=WINDOW)
+        _, cache, state = step(params, cache, state, batch)
+        assert bool(state.frozen)
+        scales.append(np.stack([state.k_scale, state.v_scale]))
+    change = np.abs(scales[1] / scales[0] - 1)
+    assert np.median(change) < 1e-3
+    assert np.quantile(change, 0.95) < 0.02
+    assert 0 < change.max() < 0.08

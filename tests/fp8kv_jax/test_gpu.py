@@ -1,5 +1,6 @@
 """The step with the Mosaic kernels, on the GPU they are for."""
 
+import functools
 import re
 from dataclasses import replace
 
@@ -8,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_model
+from oracle import pool_rows
 from rows_loop import RowsLoop
 from test_compilation import assert_no_host, compiled_text
 
 import fp8kv_jax as fp8kv
+from fp8kv_jax.recalibration import moving_scales, recalibrate
 
 pytestmark = pytest.mark.gpu
 
@@ -123,6 +126,25 @@ def test_the_compiled_step_has_no_host_call_and_copies_no_pool(name):
     pool = rf"\[{num_pages},2,(128,64|64,128)\]"
     moved = re.findall(rf"= \w+{pool}\S* (copy|copy-start|convert|fusion)\(", text)
     assert moved == []
+
+
+def test_recalibration_writes_the_fallbacks_bytes_and_copies_no_pool():
+    loops = [make_loop(implementation, "head") for implementation in (None, "xla")]
+    results = []
+    for loop in loops:
+        random_writes(loop, seed=3, num_steps=8)
+        move = functools.partial(recalibrate, implementation=loop.implementation)
+        move = jax.jit(move, donate_argnums=(0, 1))
+        arguments = loop.cache, loop.state, moving_scales(loop.state, decay=0.5)
+        text = move.lower(*arguments).compile().as_text()
+        error, cache, state = move(*arguments)
+        assert int(state.epoch) == 2
+        results.append((error, pool_rows(cache.k_pages[1], cache.v_pages[1])))
+        if loop.implementation is None:
+            pool = rf"\[{NUM_PAGES},2,64,64\]"
+            assert not re.findall(rf"= \w+{pool}\S* (copy|copy-start)\(", text)
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def wide_params():
