@@ -112,3 +112,38 @@ def test_a_nudged_model_freezes_on_nearly_the_same_scales():
     assert np.median(change) < 1e-3
     assert np.quantile(change, 0.95) < 0.02
     assert 0 < change.max() < 0.08
+
+
+def test_log_probabilities_through_a_wide_cache_equal_the_reference():
+    """What `--dtype float32 --kv-cache-dtype auto` computes, in chunks of 64."""
+    model = load_model(default_model_path(), "float32")
+    data = pathlib.Path(__file__).parent / "models/data/smollm2_reference.npz"
+    config = fp8kv.CacheConfig(
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        num_pages=2,
+        dtype="float32",
+    )
+    step = jax.jit(fp8kv.make_steps(model.forward).score_step, donate_argnums=(1, 2))
+    with np.load(data) as reference:
+        for name in ("english", "code", "chinese", "symbols"):
+            ids = reference[f"{name}.ids"].tolist()
+            table = fp8kv.BlockTable(
+                num_pages=2, page_size=128, num_seqs=1, max_seq_len=256
+            )
+            cache = fp8kv.init_cache(config)
+            state = fp8kv.init_calibration(
+                fp8kv.CalibrationConfig(), config, max_tokens_per_step=64
+            )
+            found = []
+            for start in range(0, len(ids), 64):
+                chunk = ids[start : start + 64]
+                batch = fp8kv.make_batch(table, {0: chunk}, {0: start}, num_queries=64)
+                logits, cache, state = step(model.params, cache, state, batch)
+                found.append(jax.nn.log_softmax(logits[0, : len(chunk)], axis=-1))
+            top = reference[f"{name}.top_ids"]
+            found = np.take_along_axis(np.concatenate(found), top, axis=-1)
+            np.testing.assert_allclose(
+                found, reference[f"{name}.top_logprobs"], atol=2e-4
+            )
