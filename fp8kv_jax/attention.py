@@ -128,35 +128,16 @@ def attend(
     Returns:
       The attention output in q's dtype, and the step to go on with.
     """
-    calibration, cache, batch = step.calibration, step.cache, step.batch
+    step = _append(step, layer, k, v, implementation)
+    cache, calibration, batch = step.cache, step.calibration, step.batch
     k_pages, v_pages = cache.k_pages[layer], cache.v_pages[layer]
     row = calibration.row_of(layer)
-    dtype = jnp.bfloat16 if row is not None else k_pages.dtype
-    # Made once: else XLA on the CPU repeats the projections' tails in each reader.
-    k, v = lax.optimization_barrier(
-        tuple(x.reshape(-1, *x.shape[2:]).astype(dtype) for x in (k, v))
-    )
-
-    inverses, scales = {}, {}
+    scales = {}
     if row is not None:
-        inverses = {
-            "k_inv_scale": calibration.k_inv_scale[row],
-            "v_inv_scale": calibration.v_inv_scale[row],
-        }
         scales = {
             "k_scale": calibration.k_scale[row],
             "v_scale": calibration.v_scale[row],
         }
-    k_pages, v_pages, statistics = kv_append(
-        k_pages,
-        v_pages,
-        k,
-        v,
-        step.plan,
-        **inverses,
-        statistics=row is not None,
-        implementation=implementation,
-    )
     out = paged_attention(
         q,
         k_pages,
@@ -173,12 +154,47 @@ def attend(
     # Whoever rewrites these pools next waits until they have been read: else XLA may
     # read the last layer's after the freeze, from a copy.
     out, k_pages, v_pages = lax.optimization_barrier((out, k_pages, v_pages))
+    return out, replace(step, cache=_with_pools(cache, layer, k_pages, v_pages))
+
+
+def _append(
+    step: Step,
+    layer: int,
+    k: Float[Array, "num_seqs num_queries num_kv_heads head_dim"],
+    v: Float[Array, "num_seqs num_queries num_kv_heads head_dim"],
+    implementation: Implementation | None,
+) -> Step:
+    """Writes one layer's rows, and keeps what they say and what is to be staged."""
+    calibration, cache = step.calibration, step.cache
+    k_pages, v_pages = cache.k_pages[layer], cache.v_pages[layer]
+    row = calibration.row_of(layer)
+    dtype = jnp.bfloat16 if row is not None else k_pages.dtype
+    # Made once: else XLA on the CPU repeats the projections' tails in each reader.
+    k, v = lax.optimization_barrier(
+        tuple(x.reshape(-1, *x.shape[2:]).astype(dtype) for x in (k, v))
+    )
+    inverses = {}
+    if row is not None:
+        inverses = {
+            "k_inv_scale": calibration.k_inv_scale[row],
+            "v_inv_scale": calibration.v_inv_scale[row],
+        }
+    k_pages, v_pages, statistics = kv_append(
+        k_pages,
+        v_pages,
+        k,
+        v,
+        step.plan,
+        **inverses,
+        statistics=row is not None,
+        implementation=implementation,
+    )
     step = replace(step, cache=_with_pools(cache, layer, k_pages, v_pages))
     if row is not None:
         step = replace(step, statistics=(*step.statistics, statistics))
     if layer in calibration.calibrating_layers:
         step = replace(step, rows=(*step.rows, (k, v)))
-    return out, step
+    return step
 
 
 def _with_pools(cache: PagedKVCache, layer: int, k: Array, v: Array) -> PagedKVCache:
