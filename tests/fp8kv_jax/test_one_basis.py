@@ -223,7 +223,9 @@ def test_the_oracle_rejects(mistake):
     assert schedule.oracle.differing_bytes(cache, state) > 0
 
 
-def test_all_schedules_share_a_handful_of_compilations():
+def test_windows_and_kinds_of_batches_share_two_compilations():
+    steps = tiny_model.jitted_steps()
+    before = steps.prefill_step._cache_size(), steps.decode_step._cache_size()
     for granularity in ("tensor", "head"):
         for window in (3, 40):
             schedule = Schedule(
@@ -231,7 +233,7 @@ def test_all_schedules_share_a_handful_of_compilations():
             )
             for kind in ("prefill", "decode", "fork", "scramble", "warm_up"):
                 schedule.run(kind)
-    steps = tiny_model.jitted_steps()
-    # Two granularities, each with and without a staged window.
-    assert steps.prefill_step._cache_size() <= 4
-    assert steps.decode_step._cache_size() <= 4
+    # One for each granularity, whose states have other shapes; none if another test
+    # has compiled them already.
+    assert steps.prefill_step._cache_size() - before[0] <= 2
+    assert steps.decode_step._cache_size() - before[1] <= 2
