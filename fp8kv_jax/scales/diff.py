@@ -123,6 +123,12 @@ def plot_diff(
 
 
 def _draw(axes, diffs: Sequence[LayerDiff], name: str) -> None:
+    from matplotlib.ticker import (  # pyrefly: ignore
+        MaxNLocator,
+        NullLocator,
+        StrMethodFormatter,
+    )
+
     for diff in diffs:
         ratios = getattr(diff, f"{name}_ratio")
         if ratios is None:
@@ -133,4 +139,9 @@ def _draw(axes, diffs: Sequence[LayerDiff], name: str) -> None:
             axes.plot([diff.layer] * len(ratios), ratios, "o", color="tab:blue", ms=4)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_yscale("log", base=2)
+    # Powers of two alone would leave ratios near 1 without a tick to read them by.
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(axis="y", alpha=0.3)
     axes.set_ylabel(f"{name}_scale, B / A")
