@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.rows import check_equal, cold_copies, implementations, timed_row
 from benchmarks.timing import device_time_us
-from pallas_kernels.dispatch import Implementation, targets_hopper
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.kv_append import AppendPlan, kv_append, plan_append
 from pallas_kernels.kv_append.cases import (
     BENCHMARK_CASES,
@@ -17,9 +18,7 @@ from pallas_kernels.kv_append.cases import (
     AppendInputs,
     make_inputs,
 )
-from pallas_kernels.pages.layout import as_bits
 
-COLD_BYTES = 200 << 20  # beyond the 60 MB of L2: the pools of each call are cold
 NUM_PLANS = 8
 
 
@@ -35,13 +34,12 @@ def run(small: bool) -> list[dict[str, Any]]:
     Returns:
       one row per case and implementation.
     """
-    names: list[Implementation] = ["mosaic_gpu", "xla"] if targets_hopper() else ["xla"]
     rows = []
     for case in CASES[:2] if small else BENCHMARK_CASES:
         inputs = make_inputs(case, 0)
         plans = [make_plan(case, seed, inputs) for seed in range(NUM_PLANS)]
         rows.append(_plan_row(case, inputs))
-        rows += [_append_row(case, inputs, plans, name) for name in names]
+        rows += [_append_row(case, inputs, plans, name) for name in implementations()]
     return rows
 
 
@@ -82,10 +80,11 @@ def _append_row(
         statistics=case.statistics,
         implementation=name,
     )
-    _check(append, inputs, plans[0])
+    arguments = (*inputs[:4], plans[0])
+    check_equal(append(*arguments), append(*arguments, implementation="xla"))
     donating = jax.jit(append, donate_argnums=(0, 1))
-    num_pools = max(1, min(16, COLD_BYTES // (2 * inputs.k_pages.nbytes)))
-    state = [jax.tree.map(jnp.copy, inputs[:2]) for _ in range(num_pools)]
+    state = cold_copies(inputs[:2])
+    num_pools = len(state)
 
     def call(index: int) -> Any:
         plan = plans[index % len(plans)]
@@ -95,40 +94,9 @@ def _append_row(
 
     num_calls = max(num_pools, len(plans))
     calls = [functools.partial(call, index) for index in range(num_calls)]
-    microseconds = device_time_us(calls, repeats=24)
     num_real = int(np.sum(np.asarray(inputs.slot_mapping) >= 0))
     # K and V: 2 bytes read and the pool's written for each value
     width = 2 + inputs.k_pages.dtype.itemsize
     product = (num_real, case.num_kv_heads, case.head_dim, 2, width)
-    num_bytes = int(np.prod(product, dtype=np.int64))
-    return {
-        "op": "kv_append" + " + statistics" * case.statistics,
-        "case": case.name,
-        "implementation": name,
-        "device_us": microseconds,
-        "bytes": num_bytes,
-        "bytes_product": " x ".join(map(str, product)),
-        "gb_per_s": num_bytes / microseconds / 1e3,
-    }
-
-
-def _check(append: Any, inputs: AppendInputs, plan: AppendPlan) -> None:
-    """Compares with the reference: codes but for the sign of NaN, statistics wholly."""
-
-    @jax.jit
-    def differing(actual: Any, expected: Any) -> jax.Array:
-        def fold(x: jax.Array) -> jax.Array:
-            bits = as_bits(x)
-            if bits.dtype != jnp.uint8:
-                return bits
-            return jnp.where(bits == 0xFF, jnp.uint8(0x7F), bits)
-
-        pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-        counts = [jnp.sum(fold(x) != fold(y), dtype=jnp.int32) for x, y in pairs]
-        return jnp.sum(jnp.stack(counts))
-
-    arguments = (*inputs[:4], plan)
-    expected = append(*arguments, implementation="xla")
-    count = int(differing(append(*arguments), expected))
-    if count:
-        raise AssertionError(f"{count} elements differ from the reference")
+    op = "kv_append" + " + statistics" * case.statistics
+    return timed_row(op, case.name, name, calls, product, repeats=24)

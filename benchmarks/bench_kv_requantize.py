@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import device_time_us
-from pallas_kernels.dispatch import Implementation, targets_hopper
+from benchmarks.rows import check_equal, cold_copies, implementations, timed_row
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.kv_requantize import (
     plan_requantize,
     requantize_pages,
@@ -22,7 +21,6 @@ from pallas_kernels.kv_requantize.cases import (
     RequantizeCase,
     make_inputs,
 )
-from pallas_kernels.pages.layout import as_bits
 
 TIMED = {
     "llama3.1_8b_page128_prefill",
@@ -32,7 +30,6 @@ TIMED = {
     "smollm2_135m_page128_prefill",
     "gemma3_270m_page128_prefill",
 }
-COLD_BYTES = 200 << 20  # beyond the 60 MB of L2: the pools of each call are cold
 POOL_BYTES = 512 << 20  # of the pool that `requantize_pages` streams
 
 
@@ -46,17 +43,17 @@ def run(small: bool) -> list[dict[str, Any]]:
       one row per op, case and implementation.
     """
     cases = SMALL_CASES[:2] if small else [c for c in CASES if c.name in TIMED]
-    rows = [_staged_row(case, name) for case in cases for name in _implementations()]
+    rows = [_staged_row(case, name) for case in cases for name in _kernels()]
     for case in cases:
         if case.ownership == "prefill":
             case = case if small else _with_large_pools(case)
-            rows += [_pages_row(case, name) for name in _implementations()]
+            rows += [_pages_row(case, name) for name in _kernels()]
     return rows
 
 
-def _implementations() -> list[Implementation]:
+def _kernels() -> list[Implementation]:
     # On a GPU the fallback's loop over pages runs on the host: no baseline at all.
-    return ["mosaic_gpu"] if targets_hopper() else ["xla"]
+    return implementations()[:1]
 
 
 def _with_large_pools(case: RequantizeCase) -> RequantizeCase:
@@ -110,42 +107,16 @@ def _row(
     pools: tuple[jax.Array, jax.Array],
     product: tuple[int, ...],
 ) -> dict[str, Any]:
-    _check(step, name, pools)
+    actual = step(*pools, implementation=name)
+    check_equal(actual, step(*pools, implementation="xla"))
     donating = jax.jit(
         functools.partial(step, implementation=name), donate_argnums=(0, 1)
     )
-    num_pools = max(1, COLD_BYTES // (2 * pools[0].nbytes))
-    state = [jax.tree.map(jnp.copy, pools) for _ in range(min(num_pools, 16))]
+    state = cold_copies(pools)
 
     def call(index: int) -> Any:
         state[index] = donating(*state[index])
         return state[index]
 
     calls = [functools.partial(call, index) for index in range(len(state))]
-    microseconds = device_time_us(calls, repeats=20)
-    num_bytes = int(np.prod(product, dtype=np.int64))
-    return {
-        "op": op,
-        "case": case.name,
-        "implementation": name,
-        "device_us": microseconds,
-        "bytes": num_bytes,
-        "bytes_product": " x ".join(map(str, product)),
-        "gb_per_s": num_bytes / microseconds / 1e3,
-    }
-
-
-def _check(step: Callable[..., Any], name: Implementation, pools: Any) -> None:
-    @jax.jit
-    def differing(actual, expected):
-        def fold(pool):
-            bits = as_bits(pool)
-            return jnp.where(bits == 0xFF, jnp.uint8(0x7F), bits)
-
-        pairs = zip(actual, expected, strict=True)
-        return sum(jnp.sum(fold(x) != fold(y), dtype=jnp.int32) for x, y in pairs)
-
-    actual = step(*pools, implementation=name)
-    count = int(differing(actual, step(*pools, implementation="xla")))
-    if count:
-        raise AssertionError(f"{name}: {count} bytes differ from the reference")
+    return timed_row(op, case.name, name, calls, product)

@@ -2,19 +2,17 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import device_time_us
-from pallas_kernels.dispatch import Implementation, targets_hopper
+from benchmarks.rows import cold_copies, implementations, timed_row
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.cases import BENCHMARK_CASES, Case, make_inputs
 
-COLD_BYTES = 200 << 20  # beyond the 60 MB of L2: the pools of each call are cold
 # Norm of the error over the norm of the output; derived in the op's tests.
 TOLERANCE = 2.0**-8
 
@@ -29,8 +27,11 @@ def run(small: bool) -> list[dict[str, Any]]:
       One row per case and implementation.
     """
     cases = _small_cases() if small else BENCHMARK_CASES
-    names: list[Implementation] = ["mosaic_gpu", "xla"] if targets_hopper() else ["xla"]
-    return [_row(label, case, name) for label, case in cases.items() for name in names]
+    return [
+        _row(label, case, name)
+        for label, case in cases.items()
+        for name in implementations()
+    ]
 
 
 def _small_cases() -> dict[str, Case]:
@@ -48,24 +49,14 @@ def _row(label: str, case: Case, name: Implementation) -> dict[str, Any]:
         paged_attention, implementation=name, **arrays, **case.options
     )
     error = _error(attend, (q, k_pages, v_pages, *rest))
-    num_pools = max(1, min(16, COLD_BYTES // (2 * k_pages.nbytes)))
-    pools = [(k_pages, v_pages)]
-    pools += [(jnp.copy(k_pages), jnp.copy(v_pages)) for _ in range(num_pools - 1)]
+    pools = cold_copies((k_pages, v_pages))
     calls = [functools.partial(attend, q, *pair, *rest) for pair in pools]
-    microseconds = device_time_us(calls, repeats=20 if name == "mosaic_gpu" else 4)
-    product = (_tokens_read(case), case.num_kv_heads, case.head_dim, 2)
-    num_bytes = math.prod(product) * k_pages.dtype.itemsize
-    return {
-        "op": "paged_attention",
-        "case": label,
-        "implementation": name,
-        "device_us": microseconds,
-        "bytes": num_bytes,
-        # Tokens, KV heads, elements, K and V, bytes of an element.
-        "bytes_product": " x ".join(map(str, (*product, k_pages.dtype.itemsize))),
-        "gb_per_s": num_bytes / microseconds / 1e3,
-        "relative_error": error,
-    }
+    # Tokens, KV heads, elements, K and V, bytes of an element.
+    itemsize = k_pages.dtype.itemsize
+    product = (_tokens_read(case), case.num_kv_heads, case.head_dim, 2, itemsize)
+    repeats = 20 if name == "mosaic_gpu" else 4
+    row = timed_row("paged_attention", label, name, calls, product, repeats=repeats)
+    return row | {"relative_error": error}
 
 
 def _tokens_read(case: Case) -> int:

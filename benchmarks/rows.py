@@ -1,0 +1,82 @@
+"""What the benchmarks share: cold buffers, the check before timing, a result's row."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.timing import device_time_us
+from pallas_kernels.dispatch import Implementation, targets_hopper
+from pallas_kernels.pages.layout import as_bits
+
+COLD_BYTES = 200 << 20  # beyond the 60 MB of L2: the arrays of each call are cold
+
+
+def implementations() -> list[Implementation]:
+    """Names those that run on this device, the kernel first."""
+    return ["mosaic_gpu", "xla"] if targets_hopper() else ["xla"]
+
+
+def cold_copies[T](arrays: T) -> list[T]:
+    """Copies arrays as often as it takes for one copy to leave the cache."""
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(arrays))
+    num_copies = max(1, min(16, COLD_BYTES // num_bytes))
+    return [jax.tree.map(jnp.copy, arrays) for _ in range(num_copies)]
+
+
+def check_equal(actual: Any, expected: Any) -> None:
+    """Compares results bit for bit, but for the sign of an FP8 NaN.
+
+    Raises:
+      AssertionError: with how many elements differ.
+    """
+    count = int(_num_differing(actual, expected))
+    if count:
+        raise AssertionError(f"{count} elements differ from the reference")
+
+
+@jax.jit
+def _num_differing(actual: Any, expected: Any) -> jax.Array:
+    def fold(x: jax.Array) -> jax.Array:
+        bits = as_bits(x)
+        if bits.dtype != jnp.uint8:
+            return bits
+        return jnp.where(bits == 0xFF, jnp.uint8(0x7F), bits)
+
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    counts = [jnp.sum(fold(x) != fold(y), dtype=jnp.int32) for x, y in pairs]
+    return jnp.sum(jnp.stack(counts))
+
+
+def timed_row(
+    op: str,
+    case: str,
+    implementation: Implementation,
+    calls: Sequence[Callable[[], Any]],
+    product: tuple[int, ...],
+    *,
+    repeats: int = 20,
+) -> dict[str, Any]:
+    """Times some calls.
+
+    Args:
+      op: what is timed.
+      case: on which shapes.
+      implementation: by which implementation.
+      calls: taken in turn; see `device_time_us`.
+      product: factors of the bytes that a call must move.
+      repeats: how many calls are timed.
+    """
+    microseconds = device_time_us(calls, repeats=repeats)
+    num_bytes = int(np.prod(product, dtype=np.int64))
+    return {
+        "op": op,
+        "case": case,
+        "implementation": implementation,
+        "device_us": microseconds,
+        "bytes": num_bytes,
+        "bytes_product": " x ".join(map(str, product)),
+        "gb_per_s": num_bytes / microseconds / 1e3,
+    }
