@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,21 @@ type Groups = Float32[Array, "fp8_layers groups"]
 SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**100
 # What the counters of a state are kept apart by.
 PROVISIONAL, FROZEN = 0, 1
+
+
+def scale_per_amax(headroom: float) -> np.float32:
+    """The one constant of the scale rule, made on the host: float32(headroom / 448)."""
+    return np.float32(headroom / FP8_MAX)
+
+
+def scale_of(amax: Any, per_amax: Any) -> Any:
+    """The scale rule, in float32: `amax * scale_per_amax`, clamped; numpy or jnp."""
+    return (amax * per_amax).clip(SCALE_MIN, SCALE_MAX)
+
+
+def is_scale(values: Any) -> Any:
+    """Says which values may be scales: not NaN, Inf, zero or less; numpy or jnp."""
+    return (values >= SCALE_MIN) & (values <= SCALE_MAX)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +237,7 @@ def init_calibration(
         fields |= _static_rows(fields, layers, scales)
     state = CalibrationState(
         **fields,
-        scale_per_amax=jnp.float32(np.float32(config.headroom / FP8_MAX)),
+        scale_per_amax=jnp.float32(scale_per_amax(config.headroom)),
         provisional_scale=jnp.float32(config.provisional_scale),
         window=jnp.int32(config.window_tokens),
         frozen=jnp.array(not calibrating),
@@ -364,7 +379,7 @@ def freeze(state: CalibrationState) -> CalibrationState:
 
     def final(amax: Groups, scale: Groups, inv_scale: Groups) -> tuple[Groups, Groups]:
         has_signal = (amax > 0) & state.calibrates
-        new = jnp.clip(amax * state.scale_per_amax, SCALE_MIN, SCALE_MAX)
+        new = scale_of(amax, state.scale_per_amax)
         return (
             jnp.where(has_signal, new, scale),
             jnp.where(has_signal, 1 / new, inv_scale),

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float32
 
 from fp8kv_jax.cache import PagedKVCache
-from fp8kv_jax.calibration import SCALE_MAX, SCALE_MIN, CalibrationState, Groups
+from fp8kv_jax.calibration import CalibrationState, Groups, is_scale, scale_of
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.fp8 import saturating_cast
 from pallas_kernels.kv_requantize import requantize_pages
@@ -61,7 +61,7 @@ def moving_scales(state: CalibrationState, *, decay: float = 0.9) -> NewScales:
         # A scale from elsewhere may come without its amax: it covers this much.
         amax = jnp.where(amax > 0, amax, scale / state.scale_per_amax)
         moved = jnp.where(live > 0, decay * amax + (1 - decay) * live, amax)
-        new = jnp.clip(moved * state.scale_per_amax, SCALE_MIN, SCALE_MAX)
+        new = scale_of(moved, state.scale_per_amax)
         return jnp.where(live > 0, new, scale), moved
 
     k_scale, k_amax = move(state.k_amax, state.k_live_amax, state.k_scale)
@@ -91,8 +91,7 @@ def recalibrate(
     Returns:
       The rounding error that the rewrite added, the cache and the state.
     """
-    scales = jnp.stack([new.k_scale, new.v_scale])
-    good = jnp.isfinite(scales) & (scales >= SCALE_MIN) & (scales <= SCALE_MAX)
+    good = is_scale(jnp.stack([new.k_scale, new.v_scale]))
 
     def rewrite(
         cache: PagedKVCache, state: CalibrationState

@@ -63,15 +63,6 @@ _Model = Annotated[
         "directory.",
     ),
 ]
-_AllowMismatch = Annotated[
-    str | None,
-    typer.Option(
-        "--allow-mismatch",
-        metavar="REASON",
-        show_default=False,
-        help="Accept scales of another model; the reason is part of the output.",
-    ),
-]
 _A = Annotated[
     Path,
     typer.Argument(
@@ -120,7 +111,7 @@ def inspect(artifact: _Artifact, as_json: options.Json = False) -> None:
 def verify(
     artifact: _Artifact,
     model: _Model = None,
-    allow_mismatch: _AllowMismatch = None,
+    allow_mismatch: options.AllowMismatch = None,
     as_json: options.Json = False,
 ) -> None:
     """Checks an artifact's files, and that a model is the one it was made for."""

@@ -11,10 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8kv_jax.scales.diff import LayerDiff, farthest, moved
-from fp8kv_jax.scales.fields import short_list
 from fp8kv_jax.scales.manifest import Manifest, Percentiles
 from fp8kv_jax.scales.registry import Entry
-from fp8kv_jax.scales.scale_set import ScaleSet
+from fp8kv_jax.scales.scale_set import ScaleSet, short_list
 
 _BY_GROUP = ("k_scale", "v_scale", "k_amax", "v_amax")
 # Cells of a bar on each side of 1, and the ratio that fills one: 1/4 or 4.

@@ -13,8 +13,12 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from fp8kv_jax.calibration import CalibrationConfig, CalibrationState, Granularity
-from fp8kv_jax.scales.fields import short_list
+from fp8kv_jax.calibration import (
+    CalibrationConfig,
+    CalibrationState,
+    Granularity,
+    scale_per_amax,
+)
 from fp8kv_jax.scales.files import write_file, write_folder
 from fp8kv_jax.scales.identity import ModelIdentity
 from fp8kv_jax.scales.manifest import (
@@ -26,7 +30,7 @@ from fp8kv_jax.scales.manifest import (
     Manifest,
     make_manifest,
 )
-from fp8kv_jax.scales.scale_set import ScaleError, ScaleSet
+from fp8kv_jax.scales.scale_set import ScaleError, ScaleSet, short_list
 from fp8kv_jax.scales.tensors import KINDS, scale_set_from_dict, to_tensors
 from pallas_kernels.fp8 import FP8_MAX
 
@@ -227,7 +231,7 @@ def from_state(
             f"the window seen: those of layers {short_list(state.fp8_layers)} are "
             "provisional."
         )
-    if per_amax != np.float32(config.headroom / FP8_MAX):
+    if per_amax != scale_per_amax(config.headroom):
         raise ValueError(
             f"Expected a state made with headroom {config.headroom}, as config says, "
             f"got one made with {float(per_amax) * FP8_MAX:.6g}."

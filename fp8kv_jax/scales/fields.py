@@ -7,7 +7,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fp8kv_jax.scales.scale_set import ScaleError
@@ -187,12 +187,6 @@ def shown(value: Any) -> str:
     except (ValueError, RecursionError):  # an integer of 4300 digits; a deep nest
         return f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def short_list(layers: Sequence[int]) -> str:
-    """Lists layers, cut after a dozen."""
-    listed = ", ".join(map(str, layers[:12]))
-    return listed if len(layers) <= 12 else f"{listed} and {len(layers) - 12} more"
 
 
 def canonical_json(value: Any) -> str:

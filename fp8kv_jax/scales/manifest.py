@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 
-from fp8kv_jax.calibration import SCALE_MAX, SCALE_MIN
+from fp8kv_jax.calibration import scale_of, scale_per_amax
 from fp8kv_jax.scales.fields import (
     ArtifactId,
     Checked,
@@ -31,12 +31,10 @@ from fp8kv_jax.scales.fields import (
     canonical_json,
     decode,
     parse_json,
-    short_list,
     shown,
 )
 from fp8kv_jax.scales.identity import ModelIdentity
-from fp8kv_jax.scales.scale_set import ScaleError, ScaleSet
-from pallas_kernels.fp8 import FP8_MAX
+from fp8kv_jax.scales.scale_set import ScaleError, ScaleSet, short_list
 
 FORMAT_VERSION = 1
 SCHEMA_PATH = Path(__file__).with_name("manifest.schema.json")
@@ -393,12 +391,11 @@ def _check_amax_rule(scale_set: ScaleSet, headroom: float | None) -> None:
             "Expected manifest.recipe.headroom to be a number for rule 'amax', got "
             "None."
         )
-    scale_per_amax = np.float32(headroom / FP8_MAX)
     for name in "kv":
         amax = getattr(scale_set, f"{name}_amax")
         scale = getattr(scale_set, f"{name}_scale")
         with np.errstate(over="ignore", under="ignore"):
-            want = np.clip(amax * scale_per_amax, SCALE_MIN, SCALE_MAX)
+            want = scale_of(amax, scale_per_amax(headroom))
         # NaN, where the amax is unknown, compares false.
         wrong = (abs(scale / want - 1) > 1e-6) & (amax > 0)
         if wrong.any():

@@ -1,11 +1,11 @@
 """Scales of a model's KV cache on the host, checked: the one type that files become."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from fp8kv_jax.calibration import SCALE_MAX, SCALE_MIN, Granularity
+from fp8kv_jax.calibration import Granularity, is_scale
 
 
 class ScaleError(ValueError):
@@ -64,7 +64,7 @@ class ScaleSet:
         if len(sizes) != 1:
             raise ScaleError(
                 "Expected as many scales for K and for V of each of the layers "
-                f"{_short(layers)}, got {sorted(sizes)} of them."
+                f"{short_list(layers)}, got {sorted(sizes)} of them."
             )
         k_scale, v_scale = (
             np.stack([np.asarray(scales[i][j], np.float32) for i in layers])
@@ -103,24 +103,24 @@ class ScaleSet:
         if list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
             raise ScaleError(
                 "Expected layers in order, each once and from 0 on, got "
-                f"{_short(self.layers)}."
+                f"{short_list(self.layers)}."
             )
         if num_layers is not None and self.layers[-1] >= num_layers:
             extra = [i for i in self.layers if i >= num_layers]
             raise ScaleError(
                 f"Expected scales for layers 0 to {num_layers - 1}, those of the "
-                f"model, got some for layers {_short(extra)}: another model's?"
+                f"model, got some for layers {short_list(extra)}: another model's?"
             )
         self._check_shapes(num_kv_heads)
         for name in ("k_scale", "v_scale", "k_inv_scale", "v_inv_scale"):
             values = getattr(self, name)
-            good = np.isfinite(values) & (values >= SCALE_MIN) & (values <= SCALE_MAX)
+            good = is_scale(values)
             if not good.all():
                 rows = np.flatnonzero(~good.all(axis=1))
                 raise ScaleError(
                     f"Expected {name} to be finite, positive and within "
                     f"[2^-100, 2^100], got {values[~good][0]} and the like in layers "
-                    f"{_short([self.layers[row] for row in rows])}."
+                    f"{short_list([self.layers[row] for row in rows])}."
                 )
 
     def _check_shapes(self, num_kv_heads: int | None) -> None:
@@ -132,7 +132,7 @@ class ScaleSet:
             raise ScaleError(
                 f"Expected {wanted[0]} groups for granularity {self.granularity!r} "
                 f"(num_kv_heads={num_kv_heads}), got {groups} in layers "
-                f"{_short(self.layers)}."
+                f"{short_list(self.layers)}."
             )
         shape = (len(self.layers), *wanted)
         for name in ("v_scale", "k_inv_scale", "v_inv_scale", "k_amax", "v_amax"):
@@ -140,11 +140,11 @@ class ScaleSet:
             if got != shape:
                 raise ScaleError(
                     f"Expected {name} of shape {shape}, got {got}, for layers "
-                    f"{_short(self.layers)}."
+                    f"{short_list(self.layers)}."
                 )
 
 
-def _short(layers: "list[int] | tuple[int, ...]") -> str:
+def short_list(layers: Sequence[int]) -> str:
     """Lists layers, cut after a dozen."""
     shown = ", ".join(map(str, layers[:12]))
     return shown if len(layers) <= 12 else f"{shown} and {len(layers) - 12} more"

@@ -6,9 +6,8 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int64, UInt8
 
-from fp8kv_jax.calibration import SCALE_MAX, SCALE_MIN, Granularity
+from fp8kv_jax.calibration import Granularity, scale_of, scale_per_amax
 from fp8kv_jax.scales.scale_set import ScaleError, ScaleSet
-from pallas_kernels.fp8 import FP8_MAX
 
 # What a group without signal is written with, as in the online calibration: it covers
 # +-896, and a reader sees the group listed.
@@ -125,6 +124,5 @@ def make_scales(
 
 def _scale(amax: np.ndarray, headroom: float) -> np.ndarray:
     # One float32 product with a constant made on the host: as the freeze does it.
-    scale = amax * np.float32(headroom / FP8_MAX)
-    scale = np.clip(scale, np.float32(SCALE_MIN), np.float32(SCALE_MAX))
+    scale = scale_of(amax, scale_per_amax(headroom))
     return np.where(amax > 0, scale, NO_SIGNAL_SCALE)

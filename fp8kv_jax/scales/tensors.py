@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8kv_jax.calibration import Granularity
-from fp8kv_jax.scales.fields import short_list, shown
-from fp8kv_jax.scales.scale_set import ScaleError, ScaleSet
+from fp8kv_jax.scales.fields import shown
+from fp8kv_jax.scales.scale_set import ScaleError, ScaleSet, short_list
 
 KINDS = ("k_scale", "v_scale", "k_inv_scale", "v_inv_scale", "k_amax", "v_amax")
 _NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,8})\.([a-z_]+)")

@@ -24,6 +24,13 @@ def write(cache, calibration, batch, q, k, v, implementation=None):
     return outs, *fp8kv.end_step(step, **options)
 
 
+def normal(num_tokens, scale=1.0, seed=0, heads=2, dim=16):
+    """Rows that BF16 holds, as float32 [num_tokens, heads, dim]."""
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(0, scale, (num_tokens, heads, dim)).astype(jnp.bfloat16)
+    return rows.astype(np.float32)
+
+
 class RowsLoop:
     """One sequence over a pool; rows come as [layers, num_tokens, heads, dim]."""
 

@@ -4,20 +4,13 @@ Row numbers are those of the table in docs/cases.md.
 """
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import tiny_model
-from rows_loop import RowsLoop, write
+from rows_loop import RowsLoop, normal, write
 
 import fp8kv_jax as fp8kv
-
-
-def normal(num_tokens, scale=1.0, seed=0, heads=2, dim=16):
-    rng = np.random.default_rng(seed)
-    rows = rng.normal(0, scale, (num_tokens, heads, dim)).astype(jnp.bfloat16)
-    return rows.astype(np.float32)
 
 
 def scale_for(amax, headroom=2.0):

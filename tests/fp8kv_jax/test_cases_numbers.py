@@ -8,15 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rows_loop import RowsLoop
+from rows_loop import RowsLoop, normal
 
 import fp8kv_jax as fp8kv
-
-
-def normal(num_tokens, scale=1.0, seed=0, heads=2, dim=16):
-    rng = np.random.default_rng(seed)
-    rows = rng.normal(0, scale, (num_tokens, heads, dim)).astype(jnp.bfloat16)
-    return rows.astype(np.float32)
 
 
 def test_row_19_a_scale_below_one_is_not_floored():

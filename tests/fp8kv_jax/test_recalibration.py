@@ -8,17 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from oracle import canonical, pool_rows
-from rows_loop import RowsLoop
+from rows_loop import RowsLoop, normal
 
 from fp8kv_jax.recalibration import NewScales, moving_scales, recalibrate
 
 move = jax.jit(recalibrate, donate_argnums=(0, 1))
-
-
-def normal(num_tokens, scale=1.0, seed=0):
-    rng = np.random.default_rng(seed)
-    rows = rng.normal(0, scale, (num_tokens, 2, 16)).astype(jnp.bfloat16)
-    return rows.astype(np.float32)
 
 
 def frozen_loop(granularity="head"):

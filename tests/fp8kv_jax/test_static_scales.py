@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 from oracle import quantize
-from rows_loop import RowsLoop
-from test_recalibration import normal
+from rows_loop import RowsLoop, normal
 
 import fp8kv_jax as fp8kv
 from fp8kv_jax.scales.scale_set import ScaleError, ScaleSet
