@@ -338,8 +338,8 @@ def observe(
         v_live_amax=amax(state.v_live_amax, v.amax, ~inside),
         tokens_seen=state.tokens_seen + seen,
         batches_seen=state.batches_seen + (seen > 0).astype(jnp.int32),
-        k_tally=_count(state.k_tally, k, state.frozen, groups),
-        v_tally=_count(state.v_tally, v, state.frozen, groups),
+        k_tally=_count(state.k_tally, k, inside, groups),
+        v_tally=_count(state.v_tally, v, inside, groups),
     )
 
 
@@ -349,13 +349,14 @@ def _by_group(x: Array, groups: int, reduce) -> Array:
 
 
 def _count(
-    tally: Tally, new: RowStatistics, frozen: Bool[Array, ""], groups: int
+    tally: Tally, new: RowStatistics, inside: Bool[Array, "fp8_layers 1"], groups: int
 ) -> Tally:
-    phase = jnp.arange(2) == jnp.where(frozen, FROZEN, PROVISIONAL)
+    # In the order of PROVISIONAL and FROZEN. A static layer has no window to be in.
+    phase = jnp.stack([inside, ~inside])
 
     def add(old: counter.Counter, values: Int32[Array, "..."]) -> counter.Counter:
         values = _by_group(values, groups, jnp.sum)
-        both = jnp.where(phase[:, None, None], values[None].astype(jnp.int32), 0)
+        both = jnp.where(phase, values[None].astype(jnp.int32), 0)
         return counter.add(old, both)
 
     return Tally(

@@ -83,6 +83,17 @@ def test_skipped_layers_may_calibrate_online():
     assert loop.differing_bytes == 0
 
 
+def test_a_static_layer_counts_as_frozen_while_others_calibrate():
+    config, state = init(scale_set([0]), window=8)
+    loop = loop_with(config, state)
+    loop.write(np.full((2, 4, 2, 16), 1e3))
+    assert not bool(loop.state.frozen)
+    # 4 tokens of 2 heads of 16 values, at a scale that covers 448 * 0.05; the other
+    # layer's provisional scale covers 896, and 1000 / 2 is past 464.
+    assert loop.count("k", phase="frozen").tolist() == [[128], [0]]
+    assert loop.count("k", phase="provisional").tolist() == [[0], [128]]
+
+
 def test_scales_of_another_shape_are_refused():
     four_heads = ScaleSet.from_scales({0: (np.ones(4), np.ones(4))}, granularity="head")
     with pytest.raises(ScaleError, match=r"num_kv_heads=2"):
