@@ -24,3 +24,5 @@ PRODUCT_TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
 ROWS = _tiled_layout(((8, 64), (2, 64), (1, 4)), (-6,), (-4, -3), -1)
 # 64 elements over 32 lanes, the same in each of the four warps.
 HALF_ROW = _tiled_layout(((64,), (2,)), (fa.Replicated(4),), (-2,), -1)
+# 16 x 64 elements: four rows for each warp, 8 lanes of 8 elements for each row.
+WIDE_ROWS = _tiled_layout(((16, 64), (4, 64), (1, 8)), (-6,), (-4, -3), -1)

@@ -16,6 +16,7 @@ from pallas_kernels.paged_attention.config import (
     heuristic_config,
 )
 from pallas_kernels.paged_attention.merge_kernel import merge_splits
+from pallas_kernels.paged_attention.prefill_mosaic_gpu import prefill_mosaic_gpu
 from pallas_kernels.paged_attention.problem import Problem
 from pallas_kernels.paged_attention.schedule import span_of
 from pallas_kernels.paged_attention.split_consumer import consume
@@ -24,7 +25,8 @@ from pallas_kernels.paged_attention.split_refs import SplitRefs, scratch_types
 from pallas_kernels.pages.layout import KPages, VPages
 
 PAGE_SIZES = (64, 128)
-# Query rows per KV head by head_dim: larger accumulators do not fit the registers.
+# Query rows per KV head by head_dim that the split kernel takes: larger accumulators
+# do not fit the registers. Beyond, the prefill kernels serve.
 MAX_ROWS = {64: 64, 128: 64, 256: 32}
 
 
@@ -65,6 +67,19 @@ def paged_attention_mosaic_gpu(
         logit_soft_cap=logit_soft_cap,
     )
     _check_served(problem)
+    if problem.num_rows > MAX_ROWS[problem.head_dim]:
+        return prefill_mosaic_gpu(
+            problem,
+            q,
+            k_pages,
+            v_pages,
+            block_table,
+            seq_lens,
+            query_starts=query_starts,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            interpret=interpret,
+        )
     config = config or heuristic_config(problem)
     if config.shared_memory(problem) > SHARED_MEMORY_PER_BLOCK:
         raise NotImplementedError(
@@ -94,11 +109,6 @@ def _check_served(problem: Problem) -> None:
     if p.head_dim not in MAX_ROWS:
         raise NotImplementedError(
             f"mosaic_gpu serves head_dims {tuple(MAX_ROWS)}, not {p.head_dim}."
-        )
-    if p.num_rows > MAX_ROWS[p.head_dim]:
-        raise NotImplementedError(
-            f"mosaic_gpu serves up to {MAX_ROWS[p.head_dim]} query rows per KV head of "
-            f"{p.head_dim} elements, not {p.num_queries} queries of {p.group_size} heads."
         )
     if not p.num_seqs or not p.num_queries or not p.pages_per_seq or not p.num_pages:
         raise NotImplementedError("mosaic_gpu serves no empty arrays.")
