@@ -25,6 +25,8 @@ from pallas_kernels.kv_requantize.cases import (
 TIMED = {
     "llama3.1_8b_page128_prefill",
     "llama3.1_8b_page128_mixed",
+    "llama3.1_8b_ragged_256",
+    "llama3.1_8b_ragged_4096",
     "llama3.1_8b_decode",
     "llama3.1_8b_copied",
     "smollm2_135m_page128_prefill",

@@ -7,24 +7,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.absmax import reference
-from pallas_kernels.dispatch import Implementation, dispatch, lazily
 from pallas_kernels.pages.layout import Rows
 
-_MOSAIC_GPU = "pallas_kernels.absmax.mosaic_gpu"
 
-
-@functools.partial(jax.jit, static_argnames=("per_head", "implementation"))
+@functools.partial(jax.jit, static_argnames=("per_head",))
 def absmax(
     x: Rows,
     real: Bool[Array, "num_tokens"] | None = None,
     *,
     per_head: bool = True,
-    implementation: Implementation | None = None,
 ) -> Float[Array, "*num_kv_heads"]:
     """Computes the largest finite `abs(x)` over the real tokens of a batch.
 
     Equivalent to `max(abs(x[real]))` over tokens and columns, without NaN and Inf;
-    equal to the last bit on every implementation. Zero where nothing is left, and
+    equal to the last bit on every device. Zero where nothing is left, and
     where nothing reaches the smallest normal float32.
 
     Args:
@@ -32,14 +28,12 @@ def absmax(
         activations.
       real: which tokens take part; None for all.
       per_head: one value for each KV head, or one for all.
-      implementation: `"mosaic_gpu"`, `"xla"`, or None for the best that works.
 
     Returns:
       float32, one per KV head, or a scalar.
 
     Raises:
-      ValueError: if shapes or dtypes disagree, on any implementation.
-      NotImplementedError: if the one implementation asked for can't serve this call.
+      ValueError: if shapes or dtypes disagree.
 
     Example:
       >>> import jax.numpy as jnp
@@ -62,10 +56,4 @@ def absmax(
             f"Expected real to be bool of shape {x.shape[:1]}, the num_tokens of x, "
             f"got {real.dtype} of shape {real.shape}."
         )
-    return dispatch(
-        {"mosaic_gpu": lazily(_MOSAIC_GPU, "absmax"), "xla": reference.absmax},
-        implementation,
-        x,
-        real,
-        per_head=per_head,
-    )
+    return reference.absmax(x, real, per_head=per_head)

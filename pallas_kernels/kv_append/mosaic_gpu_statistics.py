@@ -50,7 +50,7 @@ def value_statistics(
     size = jnp.abs(x)
     scaled = jnp.abs(y)
     finite = size < jnp.inf  # False for NaN
-    underflowed = (scaled <= fp8.UNDERFLOWED_AT) & (size > 0)
+    underflowed = (scaled <= fp8.UNDERFLOWED_AT) & (size >= fp8.TINY)
     code = jnp.where(
         scaled > fp8.SATURATED_ABOVE,
         _SATURATED,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.fp8 import FP8_DTYPE
 from pallas_kernels.pages.layout import KPages, Rows, VPages, from_bits
 
-type Ownership = Literal["prefill", "decode", "mixed", "copied", "nothing"]
+type Ownership = Literal["prefill", "ragged", "decode", "mixed", "copied", "nothing"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,8 +20,9 @@ class RequantizeCase:
     """A pair of FP8 pools, a staged window, and who owns which slot.
 
     `prefill`: a few sequences from page starts on, their rows in order, the last page
-    of each ragged. `decode`: rows in turn over all sequences, so a page's rows are
-    apart. `mixed`: pages in order, out of order, ragged, and starting in the middle.
+    of each ragged. `ragged`: the same from inside a page on. `decode`: rows in turn
+    over all sequences, so a page's rows are apart. `mixed`: pages in order, out of
+    order, ragged, and starting in the middle.
     `copied`: every owned page twice. `nothing`: no slot owns a row.
     """
 
@@ -72,6 +73,18 @@ CASES: list[RequantizeCase] = [
     *_model("smollm2_135m", 3, 64),
     *_model("qwen2.5_0.5b", 2, 64),
     *_model("gemma3_270m", 1, 256),
+    *(
+        RequantizeCase(
+            name=f"llama3.1_8b_ragged_{num_rows}",
+            num_pages=96,
+            num_kv_heads=8,
+            head_dim=128,
+            page_size=128,
+            num_rows=num_rows,
+            ownership="ragged",
+        )
+        for num_rows in (256, 4096)
+    ),
     RequantizeCase(
         name="llama3.1_8b_decode",
         num_pages=64,
@@ -135,6 +148,7 @@ SMALL_CASES: list[RequantizeCase] = [
     for num_kv_heads, head_dim, page_size, num_pages, num_rows, ownership in (
         (2, 64, 64, 2, 100, "prefill"),
         (1, 64, 64, 2, 13, "decode"),
+        (1, 64, 64, 3, 70, "ragged"),
         (1, 128, 128, 2, 150, "prefill"),
         (1, 256, 64, 2, 65, "copied"),
         (1, 64, 128, 2, 128, "nothing"),
@@ -210,6 +224,8 @@ def _owners(case: RequantizeCase, rng: np.random.Generator) -> np.ndarray:
     match case.ownership:
         case "prefill":
             _own_runs(owners, pages, case.num_rows, rng, first_offset=False)
+        case "ragged":
+            _own_runs(owners, pages, case.num_rows, rng, first_offset=True)
         case "copied":
             half = case.num_pages // 2
             _own_runs(owners, pages[:half], case.num_rows, rng, first_offset=False)

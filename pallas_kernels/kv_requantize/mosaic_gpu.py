@@ -18,7 +18,7 @@ from pallas_kernels.kv_requantize.config import (
     RequantizeConfig,
     heuristic_config,
 )
-from pallas_kernels.kv_requantize.plan import RequantizePlan
+from pallas_kernels.kv_requantize.plan import NO_RUN, RequantizePlan
 from pallas_kernels.pages.layout import (
     KPages,
     PageGeometry,
@@ -29,6 +29,7 @@ from pallas_kernels.pages.layout import (
 
 WGMMA = plgpu.Layout.WGMMA
 PIECE_TOKENS = 64  # a warpgroup's tile is 64 rows; of V, dims, so both sides are 64
+OWNERS_AHEAD = 8  # looked up together where rows come one by one
 RUN_CODES = 4096  # 32 codes a thread; the smallest tile of a head, 64 x 64, is one run
 
 
@@ -53,8 +54,13 @@ def requantize_staged(
     geometry = page_geometry(k_pages, v_pages)
     _check_served(geometry, k_pages.dtype)
     config = config or heuristic_config(geometry.page_size)
-    body = functools.partial(_staged_kernel, num_programs=config.num_programs)
     page_size = geometry.page_size
+    # The interpreter of jax 0.12.0 takes a negative start for an index from the end.
+    padding = 0 if interpret is None else page_size
+    pad = ((padding, 0), (0, 0), (0, 0))
+    body = functools.partial(
+        _staged_kernel, num_programs=config.num_programs, padding=padding
+    )
     num_pieces = page_size // PIECE_TOKENS
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)
     plgpu.kernel(
@@ -75,8 +81,8 @@ def requantize_staged(
         kernel_name="kv_requantize_staged",
         interpret=interpret,
     )(
-        staged_k,
-        staged_v,
+        jnp.pad(staged_k, pad),
+        jnp.pad(staged_v, pad),
         slot_owner.reshape(-1, page_size),
         plan.pages,
         plan.first_rows,
@@ -101,14 +107,15 @@ def _staged_kernel(
     k_pages_gmem: Any,  # fp8 [num_pages, num_kv_heads, page_size, head_dim]
     v_pages_gmem: Any,  # fp8 [num_pages, num_kv_heads, head_dim, page_size]
     rows_smem: Any,  # bf16 [page_size, TILE_DIMS]
-    codes_smem: Any,  # fp8 [page_size / 64, 64, 64], of K tokens by dims, of V the other
+    codes_smem: Any,  # fp8 [page_size / 64, 64, 64], K tokens by dims, V the other
     bulk_barrier: Any,
     row_barrier: Any,
     old_barrier: Any,
     *,
     num_programs: int,
+    padding: int,
 ) -> None:
-    num_rows, num_kv_heads, head_dim = staged_k_gmem.shape
+    _, num_kv_heads, head_dim = staged_k_gmem.shape
     page_size = owner_gmem.shape[1]
     tiles_per_head = head_dim // TILE_DIMS
     items_per_page = 2 * num_kv_heads * tiles_per_head
@@ -117,26 +124,39 @@ def _staged_kernel(
     pieces = [pl.ds(start, PIECE_TOKENS) for start in starts]
 
     def load_rows(staged_gmem, page, first_row, head, dims) -> None:
-        # A box must not start before the first row nor end past the last: whatever
-        # is not one run of rows inside the window comes row by row.
-        bulk = (first_row >= 0) & (first_row + page_size <= num_rows)
+        bulk = first_row != NO_RUN
 
         @pl.when(bulk)
         def _():
-            source = staged_gmem.at[pl.ds(first_row, page_size), head, dims]
+            # Rows before the first or past the last are not owned; the copy engine
+            # fills them with zeros.
+            window = pl.ds(first_row + padding, page_size)
+            source = staged_gmem.at[window, head, dims]
             plgpu.copy_gmem_to_smem(source, rows_smem, bulk_barrier)
             plgpu.barrier_wait(bulk_barrier)
 
         @pl.when(jnp.logical_not(bulk))
         def _():
-            @pl.loop(0, page_size)
-            def _(offset):
-                row = jnp.clip(owner_gmem[page, offset], 0, num_rows - 1)
-                source = staged_gmem.at[pl.ds(row, 1), head, dims]
-                target = rows_smem.at[pl.ds(offset, 1)]
-                plgpu.copy_gmem_to_smem(source, target, row_barrier)
+            @pl.loop(0, page_size // OWNERS_AHEAD)
+            def _(group):
+                start = group * OWNERS_AHEAD
+                # All owners before the first copy: their latencies overlap.
+                owners = [owner_gmem[page, start + i] for i in range(OWNERS_AHEAD)]
+                for i, owner in enumerate(owners):
+                    load_row(staged_gmem, owner, start + i, head, dims)
 
             plgpu.barrier_wait(row_barrier)
+
+    def load_row(staged_gmem, owner, offset, head, dims) -> None:
+        @pl.when(owner >= 0)
+        def _():
+            source = staged_gmem.at[pl.ds(owner + padding, 1), head, dims]
+            target = rows_smem.at[pl.ds(offset, 1)]
+            plgpu.copy_gmem_to_smem(source, target, row_barrier)
+
+        @pl.when(owner < 0)
+        def _():
+            plgpu.barrier_arrive(row_barrier)
 
     def blend(source, target, owners_gmem, inv_scale, *, token_axis: int) -> None:
         x = plgpu.load(source, layout=WGMMA, optimized=False).astype(jnp.float32)

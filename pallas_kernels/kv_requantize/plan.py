@@ -7,14 +7,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+# In `RequantizePlan.first_rows`: no one copy brings the page's rows.
+NO_RUN = -(2**31)
+
 
 class RequantizePlan(NamedTuple):
     """The work list of a freeze.
 
     The first `count` entries are live. `pages` lists the pages that hold an owned
     slot, ascending. `first_rows` says what one bulk copy needs: if the owned slots of
-    a page hold consecutive ascending rows, the row that offset 0 would hold; -1 if
-    they do not, or if that row would lie before the first.
+    a page hold consecutive ascending rows, the row that offset 0 would hold, which
+    may lie before the first; else NO_RUN.
     """
 
     pages: Int[Array, "num_pages"]
@@ -56,12 +59,12 @@ def plan_requantize(
     limits = jnp.iinfo(jnp.int32)
     lowest = jnp.where(owned, first, limits.max).min(axis=1, initial=limits.max)
     highest = jnp.where(owned, first, limits.min).max(axis=1, initial=limits.min)
-    bulk = (lowest == highest) & (lowest >= 0)
+    bulk = lowest == highest
     num_pages = owners.shape[0]
     (pages,) = jnp.nonzero(touched, size=num_pages, fill_value=0)
     pages = pages.astype(jnp.int32)
     return RequantizePlan(
         pages=pages,
-        first_rows=jnp.where(bulk, lowest, -1)[pages],
+        first_rows=jnp.where(bulk, lowest, NO_RUN)[pages],
         count=touched.sum(dtype=jnp.int32),
     )

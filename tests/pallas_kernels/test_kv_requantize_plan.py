@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.kv_requantize import plan_requantize
+from pallas_kernels.kv_requantize.plan import NO_RUN
 
 PAGE_SIZE = 16
 NUM_SLOTS = 4 * PAGE_SIZE
@@ -38,8 +39,8 @@ def test_plan_of_no_owner_is_empty():
         ({0: 7, 1: 8, 3: 10}, 7),  # 7, 8, a hole, 10: row 7 at offset 0
         ({5: 5, 6: 6}, 0),
         ({5: 4}, -1),  # row -1 would sit at offset 0
-        ({0: 7, 1: 7}, -1),
-        ({0: 8, 1: 7}, -1),
+        ({0: 7, 1: 7}, NO_RUN),
+        ({0: 8, 1: 7}, NO_RUN),
     ],
 )
 def test_first_row_is_given_for_consecutive_rows_alone(owned, first_row):
