@@ -1,4 +1,10 @@
-"""What the benchmarks share: cold buffers, the check before timing, a result's row."""
+"""What the benchmarks share: cold buffers, the check before timing, a result's row.
+
+A benchmark is a module `bench_<name>` with `run(small) -> list[dict]`. A row needs
+`op`, `case`, `implementation` and a time, `device_us` or `wall_us`; with `gb_per_s` or
+`tflop_per_s` it is compared to the ceiling, and with a row of the same case of the
+"xla" implementation, or of the case `<case>-bf16`, to that baseline.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import device_time_us
+from benchmarks.timing import Times, device_times
 from pallas_kernels.dispatch import Implementation, targets_hopper
 from pallas_kernels.pages.layout import as_bits
 
@@ -69,13 +75,30 @@ def timed_row(
       product: factors of the bytes that a call must move.
       repeats: how many calls are timed.
     """
-    microseconds = device_time_us(calls, repeats=repeats)
+    times = device_times(calls, repeats=repeats)
+    row = {"op": op, "case": case, "implementation": implementation}
+    return row | spread(times) | moved(product, times.median)
+
+
+def spread(times: Times, clock: str = "device") -> dict[str, Any]:
+    """The fields of a row that say how long a call took, in microseconds.
+
+    Args:
+      times: of one call.
+      clock: "device" for the sum of its kernels, "wall" for what a caller waits.
+    """
+    return {
+        f"{clock}_us": times.median,
+        "p10_us": times.p10,
+        "p90_us": times.p90,
+        "samples": times.count,
+    }
+
+
+def moved(product: tuple[int, ...], microseconds: float) -> dict[str, Any]:
+    """The fields of a row that say what a call must move, and how fast it did."""
     num_bytes = int(np.prod(product, dtype=np.int64))
     return {
-        "op": op,
-        "case": case,
-        "implementation": implementation,
-        "device_us": microseconds,
         "bytes": num_bytes,
         "bytes_product": " x ".join(map(str, product)),
         "gb_per_s": num_bytes / microseconds / 1e3,

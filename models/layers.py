@@ -84,7 +84,10 @@ class Projection(nnx.Module):
 
 
 class AttentionBlock(nnx.Module):
-    """Projects to q, k, v, norms and rotates them, attends, and projects back."""
+    """Projects to q, k, v, norms and rotates them, attends, and projects back.
+
+    Fused, the three projections are one matrix, its columns in this order.
+    """
 
     def __init__(
         self,
@@ -93,15 +96,23 @@ class AttentionBlock(nnx.Module):
         *,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
+        fused: bool = False,
     ) -> None:
         self.config = config
         self.layer_index = layer_index
         q_size = config.num_q_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         hidden, bias = config.hidden_size, config.qkv_bias
-        self.q = Projection(hidden, q_size, bias=bias, dtype=dtype, rngs=rngs)
-        self.k = Projection(hidden, kv_size, bias=bias, dtype=dtype, rngs=rngs)
-        self.v = Projection(hidden, kv_size, bias=bias, dtype=dtype, rngs=rngs)
+
+        def projection(size: int) -> Projection:
+            return Projection(hidden, size, bias=bias, dtype=dtype, rngs=rngs)
+
+        self.fused = fused
+        if fused:
+            self.qkv = projection(q_size + 2 * kv_size)
+        else:
+            self.q = projection(q_size)
+            self.k, self.v = projection(kv_size), projection(kv_size)
         self.out = Projection(q_size, hidden, dtype=dtype, rngs=rngs)
         norm = config.qk_norm
         self.q_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if norm else None
@@ -116,8 +127,7 @@ class AttentionBlock(nnx.Module):
     ) -> tuple[Float[Array, "num_seqs num_queries hidden"], Any]:
         config = self.config
         q, k, v = (
-            y.reshape(*y.shape[:2], -1, config.head_dim)
-            for y in (self.q(x), self.k(x), self.v(x))
+            y.reshape(*y.shape[:2], -1, config.head_dim) for y in self._project(x)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -133,25 +143,44 @@ class AttentionBlock(nnx.Module):
         )
         return self.out(out.reshape(*out.shape[:2], -1)), carry
 
+    def _project(self, x: Float[Array, "num_seqs num_queries hidden"]) -> list[Array]:
+        if not self.fused:
+            return [self.q(x), self.k(x), self.v(x)]
+        q_size = self.config.num_q_heads * self.config.head_dim
+        kv_size = self.config.num_kv_heads * self.config.head_dim
+        return jnp.split(self.qkv(x), [q_size, q_size + kv_size], axis=-1)
+
 
 class GatedMlp(nnx.Module):
-    """`down(activation(gate(x)) * up(x))`."""
+    """`down(activation(gate(x)) * up(x))`; fused, gate and up are one matrix."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs
+        self,
+        config: ModelConfig,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        fused: bool = False,
     ) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.activation: Activation = config.activation
-        self.gate = Projection(hidden, inner, dtype=dtype, rngs=rngs)
-        self.up = Projection(hidden, inner, dtype=dtype, rngs=rngs)
+        self.fused = fused
+        if fused:
+            self.gate_up = Projection(hidden, 2 * inner, dtype=dtype, rngs=rngs)
+        else:
+            self.gate = Projection(hidden, inner, dtype=dtype, rngs=rngs)
+            self.up = Projection(hidden, inner, dtype=dtype, rngs=rngs)
         self.down = Projection(inner, hidden, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "num_seqs num_queries hidden"]
     ) -> Float[Array, "num_seqs num_queries hidden"]:
-        gate = self.gate(x)
+        if self.fused:
+            gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        else:
+            gate, up = self.gate(x), self.up(x)
         if self.activation == "silu":
             gate = jax.nn.silu(gate)
         else:
             gate = jax.nn.gelu(gate, approximate=True)
-        return self.down(gate * self.up(x))
+        return self.down(gate * up)

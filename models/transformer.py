@@ -44,14 +44,17 @@ class DecoderLayer(nnx.Module):
         *,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
+        fused: bool = False,
     ) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps
         sandwich = config.sandwich_norms
         self.attention_norm = RmsNorm(size, eps)
-        self.attention = AttentionBlock(config, layer_index, dtype=dtype, rngs=rngs)
+        self.attention = AttentionBlock(
+            config, layer_index, dtype=dtype, rngs=rngs, fused=fused
+        )
         self.attention_out_norm = RmsNorm(size, eps) if sandwich else None
         self.mlp_norm = RmsNorm(size, eps)
-        self.mlp = GatedMlp(config, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMlp(config, dtype=dtype, rngs=rngs, fused=fused)
         self.mlp_out_norm = RmsNorm(size, eps) if sandwich else None
 
     def __call__(
@@ -71,14 +74,19 @@ class Transformer(nnx.Module):
     """A decoder. The compute type is the type of its matrices; logits are float32."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs
+        self,
+        config: ModelConfig,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        fused: bool = False,
     ) -> None:
         self.config = config
         table = (config.vocab_size, config.hidden_size)
         self.embedding = nnx.Param(_random_table(rngs, table, dtype))
         self.layers = nnx.List(
             [
-                DecoderLayer(config, index, dtype=dtype, rngs=rngs)
+                DecoderLayer(config, index, dtype=dtype, rngs=rngs, fused=fused)
                 for index in range(config.num_layers)
             ]
         )
@@ -152,12 +160,12 @@ def bind_forward(graphdef: nnx.GraphDef) -> Forward:
 
 
 def abstract_model(
-    config: ModelConfig, dtype: DTypeLike
+    config: ModelConfig, dtype: DTypeLike, *, fused: bool = False
 ) -> tuple[nnx.GraphDef, dict[str, Any]]:
     """Describes a model without making it: its parameters as shapes and dtypes."""
 
     def build() -> Transformer:
-        return Transformer(config, dtype=dtype, rngs=nnx.Rngs(0))
+        return Transformer(config, dtype=dtype, rngs=nnx.Rngs(0), fused=fused)
 
     graphdef, state = nnx.split(nnx.eval_shape(build))
     return graphdef, nnx.to_pure_dict(state)

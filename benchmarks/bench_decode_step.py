@@ -1,0 +1,248 @@
+"""The whole decode step of Llama-3.1-8B's shape against the bytes it has to read.
+
+Wall time of chained steps that wait once at the end, as a serving loop runs them.
+The limit is all weights but the embedding, and all K and V, at the copy ceiling.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import fp8kv_jax as fp8kv
+from benchmarks import llama_step
+from benchmarks.llama_step import StepShape
+from benchmarks.rows import implementations, moved, spread
+from benchmarks.timing import Times, kernel_times, wall_times
+from models.config import ModelConfig
+
+# Norm of the difference of logits over their norm. Attention agrees to 2^-8, and 32
+# layers of random weights amplify that (0.05 on an H200); unrelated logits give 1.4.
+TOLERANCE = 2.0**-3
+# Shapes of a serving loop: decode batches, and prefill chunks of one sequence.
+BUCKETS = ((1, 1), (8, 1), (32, 1), (64, 1), (1, 16), (1, 128), (1, 1024))
+OUR_KERNELS = ("kv_append", "paged_attention")
+
+type Row = dict[str, Any]
+type Reset = Callable[[fp8kv.CalibrationState], fp8kv.CalibrationState]
+
+
+def run(small: bool) -> Iterator[Row]:
+    """Compiles the steps of a serving loop, then checks and times them.
+
+    Args:
+      small: one small layer, for a machine without a GPU.
+
+    Yields:
+      One row per shape and phase, and one per compilation.
+    """
+    model = llama_step.llama_config()
+    sizes = ((32, 4096), (64, 8192))
+    if small:
+        model = _small_model()
+        sizes = ((2, 256),)
+    forward, params = llama_step.random_params(model)
+    shapes = [StepShape(model=model, num_seqs=n, seq_len=s) for n, s in sizes]
+    yield from _compile_rows(
+        forward, params, shapes[0], BUCKETS[:1] if small else BUCKETS
+    )
+    shapes += [replace(shape, dtype="bf16") for shape in shapes]
+    shapes.sort(key=lambda shape: shape.seq_len)
+    with ThreadPoolExecutor(max_workers=len(shapes)) as pool:
+        steps = pool.map(lambda shape: _compile_steps(forward, params, shape), shapes)
+    for shape, compiled in zip(shapes, steps, strict=True):
+        yield from _Bench(params, shape, compiled, chained=2 if small else 10).rows()
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The compiled steps of one shape; `reference` is None where it is the step."""
+
+    step: jax.stages.Compiled
+    released: jax.stages.Compiled | None
+    reference: jax.stages.Compiled | None
+
+
+def _compile_steps(forward: Any, params: Any, shape: StepShape) -> _Steps:
+    def compiled(**options: Any) -> jax.stages.Compiled:
+        return llama_step.compile_step(forward, params, shape, **options)
+
+    return _Steps(
+        step=compiled(),
+        released=compiled(released=True) if shape.dtype == "fp8" else None,
+        reference=compiled(implementation="xla") if implementations()[1:] else None,
+    )
+
+
+def _small_model() -> ModelConfig:
+    return llama_step.llama_config(
+        num_layers=1,
+        hidden_size=256,
+        num_q_heads=4,
+        num_kv_heads=2,
+        intermediate_size=512,
+        vocab_size=1000,
+    )
+
+
+def _compile_rows(
+    forward: Any, params: Any, shape: StepShape, buckets: tuple[tuple[int, int], ...]
+) -> Iterator[Row]:
+    """Times one compilation alone, and those of a serving loop in threads."""
+    jax.clear_caches()
+    started = time.perf_counter()
+    _lower(forward, params, shape, (shape.num_seqs, 1)).compile()
+    yield _compile_row(f"decode {shape.name}", time.perf_counter() - started)
+    jax.clear_caches()
+    started = time.perf_counter()
+    lowered = [_lower(forward, params, shape, bucket) for bucket in buckets]
+    with ThreadPoolExecutor(max_workers=len(buckets)) as pool:
+        list(pool.map(jax.stages.Lowered.compile, lowered))
+    case = f"{len(buckets)} buckets of a serving loop"
+    yield _compile_row(case, time.perf_counter() - started)
+
+
+def _lower(
+    forward: Any, params: Any, shape: StepShape, bucket: tuple[int, int]
+) -> jax.stages.Lowered:
+    num_seqs, num_queries = bucket
+    cache = jax.eval_shape(lambda: fp8kv.init_cache(shape.cache))
+    state = jax.eval_shape(
+        lambda: llama_step.calibrating_state(shape, max_tokens_per_step=1024)
+    )
+    pages_per_seq = shape.seq_len // llama_step.PAGE_SIZE
+
+    def ints(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.int32)
+
+    batch = fp8kv.Batch(
+        token_ids=ints(num_seqs, num_queries),
+        slot_mapping=ints(num_seqs, num_queries),
+        query_starts=ints(num_seqs),
+        seq_lens=ints(num_seqs),
+        block_table=ints(num_seqs, pages_per_seq),
+        page_copies=ints(0, 2),
+    )
+    step = fp8kv.make_steps(forward).prefill_step
+    return jax.jit(step, donate_argnums=(1, 2)).lower(params, cache, state, batch)
+
+
+def _compile_row(case: str, seconds: float) -> Row:
+    names = {"op": "compile", "case": case, "implementation": implementations()[0]}
+    return names | spread(Times.of([1e6 * seconds]), "wall")
+
+
+class _Bench:
+    """One shape: the pools and the state that its steps hand on to each other."""
+
+    def __init__(
+        self, params: Any, shape: StepShape, steps: _Steps, *, chained: int
+    ) -> None:
+        self.params, self.shape, self.steps = params, shape, steps
+        self.chained, self.step = chained, steps.step
+        self.cache = llama_step.full_cache(shape)
+        self.state = llama_step.frozen_state(shape)
+        self.batch = llama_step.decode_batch(shape)
+
+    def rows(self) -> Iterator[Row]:
+        is_fp8 = self.shape.dtype == "fp8"
+        name = self.shape.name if is_fp8 else f"{self.shape.name}-bf16"
+        checked = self._check()
+        frozen = self._row(name, self._wall()) | checked
+        yield frozen | self._device() | {"dispatch_us": self._dispatch().median}
+        if not is_fp8:
+            return
+        yield self._phase("calibrating", frozen, llama_step.begin_window)
+        self.state = replace(self.state, frozen=jnp.array(True))
+        alone = self._row(f"{name}-alone", self._wall(chained=1))
+        yield alone
+        almost = llama_step.almost_complete_window
+        yield self._phase("freeze", alone, almost, chained=1)
+        assert self.steps.released is not None
+        self.state = fp8kv.release_window(self.state)
+        self.step = self.steps.released
+        yield self._phase("released", frozen)
+
+    def _phase(
+        self,
+        phase: str,
+        frozen: Row,
+        reset: Reset | None = None,
+        *,
+        chained: int | None = None,
+    ) -> Row:
+        row = self._row(
+            f"{self.shape.name}-{phase}", self._wall(reset, chained=chained)
+        )
+        return row | {"over_frozen": row["wall_us"] / frozen["wall_us"]}
+
+    def _row(self, case: str, times: Times) -> Row:
+        names = {"op": "decode_step", "case": case}
+        row = names | {"implementation": implementations()[0]}
+        num_bytes = llama_step.weight_bytes(self.params) + self.shape.kv_bytes
+        return row | spread(times, "wall") | moved((num_bytes,), times.median)
+
+    def _run(self) -> jax.Array:
+        logits, self.cache, self.state = self.step(
+            self.params, self.cache, self.state, self.batch
+        )
+        return logits
+
+    def _check(self) -> Row:
+        """Compares the logits with those of the reference, where that is another."""
+        logits = self._run()
+        if self.steps.reference is None:
+            return {}
+        self.step = self.steps.reference
+        expected = self._run()
+        self.step = self.steps.step
+        error = float(jnp.linalg.norm(logits - expected) / jnp.linalg.norm(expected))
+        if not error <= TOLERANCE:
+            raise AssertionError(
+                f"Expected logits within {TOLERANCE} of the reference's, got {error}."
+            )
+        return {"relative_error": error}
+
+    def _wall(self, reset: Reset | None = None, *, chained: int | None = None) -> Times:
+        """Times chained steps; each sample may begin with another state."""
+        chained = self.chained if chained is None else chained
+        samples = []
+        jax.block_until_ready([self._run() for _ in range(2)])
+        for _ in range(20):
+            if reset is not None:
+                self.state = reset(self.state)
+            jax.block_until_ready(self.state)
+            times = wall_times([self._run], repeats=1, chained=chained)
+            samples.append(times.median)
+        return Times.of(samples)
+
+    def _dispatch(self) -> Times:
+        """Times what the host does for a step: until the call returns."""
+        samples = []
+        for _ in range(20):
+            started = time.perf_counter()
+            logits = self._run()
+            samples.append(1e6 * (time.perf_counter() - started))
+            jax.block_until_ready(logits)
+        return Times.of(samples)
+
+    def _device(self) -> Row:
+        """Sums the kernels' time: of the step, and of append and attention."""
+        if jax.default_backend() != "gpu":
+            return {}
+        timed = kernel_times([self._run], repeats=20)
+        ours = [
+            sum(us for name, us in kernels if any(k in name for k in OUR_KERNELS))
+            for kernels in timed
+        ]
+        return {
+            "device_us": Times.of([sum(us for _, us in k) for k in timed]).median,
+            "num_kernels": statistics.median_low([len(kernels) for kernels in timed]),
+            "append_attention_us": Times.of(ours).median,
+            "kv_bytes": self.shape.kv_bytes,
+        }

@@ -1,0 +1,156 @@
+"""What the calibration window costs: inside it, at the freeze, and after the release.
+
+Steps of 32 layers without a model: begin, append and attend in each layer, end. Wall
+time of one step alone. What the window adds is the difference from the frozen step.
+"""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fp8kv_jax as fp8kv
+from benchmarks import llama_step
+from benchmarks.llama_step import StepShape
+from benchmarks.rows import implementations, spread
+from benchmarks.timing import Times, kernels_of
+
+WINDOWS = (1, 16, 64, 256, 1024, 4096)
+REPEATS = 20
+
+type Row = dict[str, Any]
+type Rows = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def run(small: bool) -> Iterator[Row]:
+    """Checks that each window freezes, then times the phases around it.
+
+    Args:
+      small: two small layers and two windows, for a machine without a GPU.
+
+    Yields:
+      One row per window and phase; those of `freeze` also say what the whole window
+      cost, filled by one token of each sequence in each step.
+    """
+    model = llama_step.llama_config(num_layers=2, num_q_heads=4, num_kv_heads=2)
+    shape = StepShape(model=model, num_seqs=2, seq_len=256)
+    if not small:
+        shape = StepShape(model=llama_step.llama_config(), num_seqs=8, seq_len=1024)
+    benches = [_Bench(shape, window) for window in (WINDOWS[2:4] if small else WINDOWS)]
+    with ThreadPoolExecutor(max_workers=len(benches)) as pool:
+        list(pool.map(_Bench.compile, benches))
+    for bench in benches:
+        yield from bench.rows()
+    yield from benches[-1].release_rows()
+
+
+class _Bench:
+    """Steps of one window's length."""
+
+    def __init__(self, shape: StepShape, window: int) -> None:
+        self.shape, self.window = shape, window
+        self.cache = llama_step.full_cache(shape)
+        self.state = llama_step.calibrating_state(shape, window_tokens=window)
+        self.batch = llama_step.decode_batch(shape)
+        model, keys = shape.model, jax.random.split(jax.random.key(0), 3)
+        heads = model.num_q_heads, model.num_kv_heads, model.num_kv_heads
+        self.qkv = tuple(
+            jax.random.normal(key, (shape.num_seqs, 1, n, 128), jnp.bfloat16)
+            for key, n in zip(keys, heads, strict=True)
+        )
+
+    def compile(self) -> None:
+        step = jax.jit(_step, donate_argnums=(0, 1))
+        self.step = step.lower(self.cache, self.state, self.batch, self.qkv).compile()
+
+    def rows(self) -> Iterator[Row]:
+        self._check()
+        self.state = replace(self.state, frozen=jnp.array(True))
+        frozen = self._row("frozen", *self._times())
+        yield frozen
+        calibrating = frozen
+        if self.window > self.shape.num_seqs:  # else the first step ends it
+            times = self._times(llama_step.begin_window)
+            calibrating = self._row("calibrating", *times)
+            yield calibrating
+        freeze = self._row("freeze", *self._times(llama_step.almost_complete_window))
+        more = [row["wall_us"] - frozen["wall_us"] for row in (calibrating, freeze)]
+        num_steps = -(-self.window // self.shape.num_seqs)
+        yield freeze | {"window_us": (num_steps - 1) * more[0] + more[1]}
+
+    def release_rows(self) -> Iterator[Row]:
+        """Times giving the window back, and the step that is left."""
+        started = time.perf_counter()
+        self.state = fp8kv.release_window(self.state)
+        released = Times.of([1e6 * (time.perf_counter() - started)])
+        yield self._row("release_window()", released)
+        started = time.perf_counter()
+        self.compile()
+        compiled = Times.of([1e6 * (time.perf_counter() - started)])
+        yield self._row("compile the released step", compiled)
+        yield self._row("released", *self._times())
+
+    def _row(self, phase: str, wall: Times, device: Times | None = None) -> Row:
+        row = {"op": "window", "case": f"{self.window} {phase}"}
+        row |= {"implementation": implementations()[0]} | spread(wall, "wall")
+        if device:
+            row |= {"device_us": device.median}
+        num_bytes = sum(x.nbytes for x in jax.tree.leaves(self.state.staged))
+        return row | {"staged_bytes": num_bytes}
+
+    def _run(self) -> jax.Array:
+        out, self.cache, self.state = self.step(
+            self.cache, self.state, self.batch, self.qkv
+        )
+        return out
+
+    def _times(self, reset: Any = lambda state: state) -> tuple[Times, Times | None]:
+        """Times single steps by the wall, then by their kernels."""
+
+        def prepared() -> None:
+            self.state = jax.block_until_ready(reset(self.state))
+
+        prepared()
+        jax.block_until_ready(self._run())
+        walls, devices = [], []
+        for _ in range(REPEATS):
+            prepared()
+            started = time.perf_counter()
+            jax.block_until_ready(self._run())
+            walls.append(1e6 * (time.perf_counter() - started))
+        if jax.default_backend() != "gpu":
+            return Times.of(walls), None
+        for _ in range(REPEATS):
+            prepared()
+            devices.append(sum(us for _, us in kernels_of([self._run])))
+        return Times.of(walls), Times.of(devices)
+
+    def _check(self) -> None:
+        self.state = llama_step.almost_complete_window(self.state)
+        self._run()
+        slots = np.asarray(self.batch.slot_mapping).ravel()
+        expected = len(set(range(self.window - 1)) | set(slots.tolist()))
+        requantized = int(self.state.num_requantized)
+        if not bool(self.state.frozen) or requantized != expected:
+            raise AssertionError(
+                f"Expected {expected} slots requantized at the freeze of a window of "
+                f"{self.window}, got {requantized}, frozen: {bool(self.state.frozen)}."
+            )
+
+
+def _step(
+    cache: fp8kv.PagedKVCache,
+    state: fp8kv.CalibrationState,
+    batch: fp8kv.Batch,
+    qkv: Rows,
+) -> tuple[jax.Array, fp8kv.PagedKVCache, fp8kv.CalibrationState]:
+    step = fp8kv.begin_step(cache, state, batch)
+    q, k, v = qkv
+    for layer in range(cache.num_layers):
+        q, step = fp8kv.attend(step, layer, q, k, v)
+    return q, *fp8kv.end_step(step)
