@@ -134,9 +134,12 @@ def attend(
     row = calibration.row_of(layer)
     scales = {}
     if row is not None:
+        # One for each head: XLA on the GPU broadcasts those of all layers in one kernel,
+        # but copies a row of one value for each layer by itself.
+        heads = (k_pages.shape[1],)
         scales = {
-            "k_scale": calibration.k_scale[row],
-            "v_scale": calibration.v_scale[row],
+            "k_scale": jnp.broadcast_to(calibration.k_scale[row], heads),
+            "v_scale": jnp.broadcast_to(calibration.v_scale[row], heads),
         }
     out = paged_attention(
         q,
