@@ -5,6 +5,7 @@ from fp8kv_jax.attention import attend as attend
 from fp8kv_jax.attention import begin_step as begin_step
 from fp8kv_jax.attention import end_step as end_step
 from fp8kv_jax.batch import Batch as Batch
+from fp8kv_jax.batch import MixedBatch as MixedBatch
 from fp8kv_jax.block_table import BlockTable as BlockTable
 from fp8kv_jax.block_table import OutOfPagesError as OutOfPagesError
 from fp8kv_jax.block_table import make_batch as make_batch

@@ -9,6 +9,7 @@ A loop of any make calls these three inside its own `jit`:
     cache, calibration = end_step(step)
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import jax
@@ -17,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from fp8kv_jax import counters as counter
-from fp8kv_jax.batch import Batch
+from fp8kv_jax.batch import Batch, MixedBatch
 from fp8kv_jax.cache import PagedKVCache
 from fp8kv_jax.calibration import (
     CalibrationState,
@@ -43,7 +44,7 @@ class Step:
 
     cache: PagedKVCache
     calibration: CalibrationState
-    batch: Batch
+    batch: Batch | MixedBatch
     plan: AppendPlan
     rows: tuple[tuple[Rows, Rows], ...] = ()
     statistics: tuple[tuple[RowStatistics, RowStatistics], ...] = ()
@@ -52,7 +53,7 @@ class Step:
 def begin_step(
     cache: PagedKVCache,
     calibration: CalibrationState,
-    batch: Batch,
+    batch: Batch | MixedBatch,
     *,
     implementation: Implementation | None = None,
 ) -> Step:
@@ -67,25 +68,17 @@ def begin_step(
     Raises:
       ValueError: if the batch has more tokens than the staged window has room for.
     """
-    staged = calibration.staged
-    if staged is not None and batch.num_tokens > calibration.max_tokens_per_step:
+    too_large = batch.num_tokens > calibration.max_tokens_per_step
+    if calibration.staged is not None and too_large:
         raise ValueError(
             f"Expected at most {calibration.max_tokens_per_step} tokens in a step "
             f"(max_tokens_per_step), got {batch.num_tokens} with padding: the staged "
             "window has no room for more. Split the prompt into smaller chunks, or "
             "raise max_tokens_per_step in init_calibration."
         )
-    if batch.page_copies.shape[0]:
-        source, destination = batch.page_copies[:, 0], batch.page_copies[:, 1]
-        pools = [
-            copy_pages(k, v, source, destination, implementation=implementation)
-            for k, v in zip(cache.k_pages, cache.v_pages, strict=True)
-        ]
-        k_pages, v_pages = zip(*pools, strict=True)
-        if staged is not None:
-            staged = copy_owners(staged, batch.page_copies, cache.page_size)
-        cache = PagedKVCache(k_pages=k_pages, v_pages=v_pages)
-        calibration = replace(calibration, staged=staged)
+    cache, calibration = apply_page_copies(
+        cache, calibration, batch.page_copies, implementation=implementation
+    )
     plan = plan_append(
         batch.slot_mapping.reshape(-1),
         num_pages=cache.num_pages,
@@ -93,6 +86,39 @@ def begin_step(
     )
     plan = lax.optimization_barrier(plan)
     return Step(cache=cache, calibration=calibration, batch=batch, plan=plan)
+
+
+def apply_page_copies(
+    cache: PagedKVCache,
+    calibration: CalibrationState,
+    page_copies: Int32[Array, "num_copies 2"],
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[PagedKVCache, CalibrationState]:
+    """Copies pages of every layer, and who owns their slots in the window.
+
+    What `begin_step` does first; a loop that copies seldom may do it apart, and keep
+    its steps free of it.
+
+    Args:
+      cache: pools; donate them at the outermost `jit`.
+      calibration: likewise.
+      page_copies: see `Batch`.
+      implementation: which kernels to use; None for the best that works.
+    """
+    if not page_copies.shape[0]:
+        return cache, calibration
+    source, destination = page_copies[:, 0], page_copies[:, 1]
+    pools = [
+        copy_pages(k, v, source, destination, implementation=implementation)
+        for k, v in zip(cache.k_pages, cache.v_pages, strict=True)
+    ]
+    k_pages, v_pages = zip(*pools, strict=True)
+    staged = calibration.staged
+    if staged is not None:
+        staged = copy_owners(staged, page_copies, cache.page_size)
+    cache = PagedKVCache(k_pages=k_pages, v_pages=v_pages)
+    return cache, replace(calibration, staged=staged)
 
 
 def attend(
@@ -129,7 +155,7 @@ def attend(
       The attention output in q's dtype, and the step to go on with.
     """
     step = _append(step, layer, k, v, implementation)
-    cache, calibration, batch = step.cache, step.calibration, step.batch
+    cache, calibration = step.cache, step.calibration
     k_pages, v_pages = cache.k_pages[layer], cache.v_pages[layer]
     row = calibration.row_of(layer)
     scales = {}
@@ -141,23 +167,39 @@ def attend(
             "k_scale": jnp.broadcast_to(calibration.k_scale[row], heads),
             "v_scale": jnp.broadcast_to(calibration.v_scale[row], heads),
         }
-    out = paged_attention(
-        q,
-        k_pages,
-        v_pages,
-        batch.block_table,
-        batch.seq_lens,
-        query_starts=batch.query_starts,
-        **scales,
-        softmax_scale=softmax_scale,
-        sliding_window=sliding_window,
-        logit_soft_cap=logit_soft_cap,
-        implementation=implementation,
-    )
+    outs = []
+    for part, part_q in _split_queries(step.batch, q):
+        out = paged_attention(
+            part_q,
+            k_pages,
+            v_pages,
+            part.block_table,
+            part.seq_lens,
+            query_starts=part.query_starts,
+            **scales,
+            softmax_scale=softmax_scale,
+            sliding_window=sliding_window,
+            logit_soft_cap=logit_soft_cap,
+            implementation=implementation,
+        )
+        outs.append(out.reshape(-1, *out.shape[2:]))
+    out = jnp.concatenate(outs).reshape(q.shape)
     # Whoever rewrites these pools next waits until they have been read: else XLA may
     # read the last layer's after the freeze, from a copy.
     out, k_pages, v_pages = lax.optimization_barrier((out, k_pages, v_pages))
     return out, replace(step, cache=_with_pools(cache, layer, k_pages, v_pages))
+
+
+def _split_queries(
+    batch: Batch | MixedBatch,
+    q: Float[Array, "num_seqs num_queries num_q_heads head_dim"],
+) -> Iterator[tuple[Batch, Float[Array, "..."]]]:
+    """Gives each part of a batch its queries, in the part's shape."""
+    rows, start = q.reshape(-1, *q.shape[2:]), 0
+    for part in batch.parts:
+        own = rows[start : start + part.num_tokens]
+        yield part, own.reshape(*part.slot_mapping.shape, *q.shape[2:])
+        start += part.num_tokens
 
 
 def _append(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxtyping import Array, Float, Int32
 
 from fp8kv_jax.attention import Step, attend, begin_step, end_step
-from fp8kv_jax.batch import Batch
+from fp8kv_jax.batch import Batch, MixedBatch
 from fp8kv_jax.cache import PagedKVCache
 from fp8kv_jax.calibration import CalibrationState
 from pallas_kernels.dispatch import Implementation
@@ -17,7 +17,8 @@ class Forward(Protocol):
 
     `attend(carry, layer, q, k, v, *, softmax_scale, sliding_window, logit_soft_cap)`
     returns the attention output and the carry for the next layer. With `logits_at`,
-    only the logits of one query of each sequence are computed.
+    only the logits of one query of each sequence are computed; of a single row of
+    tokens, as a `MixedBatch` is, it may name any number of queries.
     """
 
     def __call__(
@@ -28,12 +29,12 @@ class Forward(Protocol):
         attend: Callable[..., tuple[Array, Any]],
         carry: Any,
         *,
-        logits_at: Int32[Array, "num_seqs"] | None = None,
+        logits_at: Int32[Array, "num_logits"] | None = None,
     ) -> tuple[Array, Any]: ...
 
 
 type StepFunction = Callable[
-    [Any, PagedKVCache, CalibrationState, Batch],
+    [Any, PagedKVCache, CalibrationState, Batch | MixedBatch],
     tuple[Float[Array, "..."], PagedKVCache, CalibrationState],
 ]
 
@@ -46,7 +47,7 @@ class Steps(NamedTuple):
 
     Attributes:
       prefill_step: several new tokens of each sequence; logits of the newest one,
-        `[num_seqs, vocab_size]`.
+        `[num_seqs, vocab_size]`. Takes a `MixedBatch` too.
       decode_step: one new token of each sequence; logits `[num_seqs, vocab_size]`.
       score_step: logits of every token, `[num_seqs, num_queries, vocab_size]`.
     """
@@ -77,7 +78,7 @@ def make_steps(
         params: Any,
         cache: PagedKVCache,
         calibration: CalibrationState,
-        batch: Batch,
+        batch: Batch | MixedBatch,
         logits_at: Int32[Array, "num_seqs"] | None,
     ) -> tuple[Array, PagedKVCache, CalibrationState]:
         step = begin_step(cache, calibration, batch, implementation=implementation)

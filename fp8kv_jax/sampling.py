@@ -35,20 +35,45 @@ def sample(
       top_p: share of the probability to keep, in (0, 1]. The likeliest token stays
         whatever it is.
     """
+
+    def own_key(sequence: Array, position: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(key, sequence), position)
+
+    return draw(
+        logits,
+        jax.vmap(own_key)(sequences, positions),
+        temperature=jnp.broadcast_to(temperature, sequences.shape),
+        top_p=jnp.broadcast_to(top_p, sequences.shape),
+    )
+
+
+def draw(
+    logits: Logits,
+    keys: Key[Array, "num_seqs"],
+    *,
+    temperature: Float32[Array, "num_seqs"],
+    top_p: Float32[Array, "num_seqs"] | None,
+) -> Int32[Array, "num_seqs"]:
+    """Draws a token for each row from the row's own key, as `sample` does for all.
+
+    Args:
+      logits: one row for each sequence.
+      keys: what each draw comes from.
+      temperature: divisor of the logits, > 0.
+      top_p: see `sample`; None keeps all tokens, and sorts none.
+    """
     logits = logits.astype(jnp.float32)
     # From the largest down, and never by 0: a tiny temperature is greedy, not NaN.
     below = logits - jnp.max(logits, axis=-1, keepdims=True)
-    scaled = below / jnp.maximum(temperature, 1e-30)
-    kept = jnp.where(_nucleus(scaled, top_p), scaled, -jnp.inf)
-
-    def draw(row: Float32[Array, "vocab_size"], sequence: Array, position: Array):
-        own_key = jax.random.fold_in(jax.random.fold_in(key, sequence), position)
-        return jax.random.categorical(own_key, row)
-
-    return jax.vmap(draw)(kept, sequences, positions).astype(jnp.int32)
+    scaled = below / jnp.maximum(temperature, 1e-30)[:, None]
+    if top_p is not None:
+        scaled = jnp.where(_nucleus(scaled, top_p[:, None]), scaled, -jnp.inf)
+    return jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
 
 
-def _nucleus(logits: Float32[Array, "num_seqs vocab_size"], top_p: Array) -> Array:
+def _nucleus(
+    logits: Float32[Array, "num_seqs vocab_size"], top_p: Float32[Array, "num_seqs 1"]
+) -> Array:
     """Marks the fewest likeliest tokens whose probabilities add up to `top_p`."""
     order = jnp.argsort(logits, axis=-1, descending=True)
     ordered = jnp.take_along_axis(jax.nn.softmax(logits), order, axis=-1)
