@@ -1,8 +1,8 @@
 r"""Serving a Llama-3.1-8B-shaped model with random weights: throughput and latency.
 
-    python -m benchmarks.bench_serving             # on a GPU
-    python -m benchmarks.bench_serving --small     # a tiny model, anywhere
-    python -m benchmarks.bench_serving --given-scales --pool-gib 5 \
+    python -m benchmarks.serving             # on a GPU
+    python -m benchmarks.serving --small     # a tiny model, anywhere
+    python -m benchmarks.serving --given-scales --pool-gib 5 \
         --prompts 64 320 --new 64 --concurrency 256 32 1    # the shortest that tells
 
 Prompts and arrivals come from a seed: gaps are exponential (Poisson arrivals at twice
