@@ -20,3 +20,5 @@ from fp8kv_jax.calibration import release_window as release_window
 from fp8kv_jax.calibration import reset as reset
 from fp8kv_jax.decode import Steps as Steps
 from fp8kv_jax.decode import make_steps as make_steps
+from fp8kv_jax.drift.telemetry import Telemetry as Telemetry
+from fp8kv_jax.drift.telemetry import init_telemetry as init_telemetry

@@ -9,11 +9,12 @@ A loop of any make calls these three inside its own `jit`:
     cache, calibration = end_step(step)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
@@ -26,6 +27,7 @@ from fp8kv_jax.calibration import (
     observe,
     window_is_complete,
 )
+from fp8kv_jax.drift import telemetry as drift
 from fp8kv_jax.staging import copy_owners, disown_all, stage
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.fp8 import RowStatistics
@@ -40,14 +42,21 @@ type Rows = Float[Array, "num_tokens num_kv_heads head_dim"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A step under way: pools written so far and what its layers observed."""
+    """A step under way: pools written so far and what its layers observed.
+
+    Attributes:
+      rows: K and V of each FP8 layer so far; None where nobody needs them any more.
+      statistics: of K and of V of each FP8 layer.
+      counts: of K and V of each FP8 layer, for the telemetry of a large batch.
+    """
 
     cache: PagedKVCache
     calibration: CalibrationState
     batch: Batch | MixedBatch
     plan: AppendPlan
-    rows: tuple[tuple[Rows, Rows], ...] = ()
+    rows: tuple[tuple[Rows, Rows] | None, ...] = ()
     statistics: tuple[tuple[RowStatistics, RowStatistics], ...] = ()
+    counts: tuple[drift.RowCounts, ...] = ()
 
 
 def begin_step(
@@ -235,11 +244,33 @@ def _append(
         implementation=implementation,
     )
     step = replace(step, cache=_with_pools(cache, layer, k_pages, v_pages))
-    if row is not None:
-        step = replace(step, statistics=(*step.statistics, statistics))
-    if layer in calibration.calibrating_layers:
-        step = replace(step, rows=(*step.rows, (k, v)))
-    return step
+    if row is None:
+        return step
+    step = replace(step, statistics=(*step.statistics, statistics))
+    return _keep(step, layer, row, k, v)
+
+
+def _keep(step: Step, layer: int, row: int, k: Rows, v: Rows) -> Step:
+    """Keeps what the end of the step needs of a layer's rows."""
+    calibration = step.calibration
+    needed = layer in calibration.calibrating_layers
+    if calibration.telemetry is not None:
+        if step.batch.num_tokens <= drift.MAX_TOKENS_AT_ONCE:
+            needed = True
+        else:
+            counts = _count_rows(step, slice(row, row + 1), [k], [v])
+            step = replace(step, counts=(*step.counts, counts))
+    return replace(step, rows=(*step.rows, (k, v) if needed else None))
+
+
+def _count_rows(
+    step: Step, layers: slice, k: Sequence[Rows], v: Sequence[Rows]
+) -> drift.RowCounts:
+    """Counts K and V rows of some FP8 layers in one pass, at the scales they have."""
+    calibration = step.calibration
+    rows = jnp.stack([*k, *v]).reshape(2, len(k), *k[0].shape)
+    inv_scale = calibration.k_inv_scale[layers], calibration.v_inv_scale[layers]
+    return drift.count_rows(rows, jnp.stack(inv_scale), step.plan.real)
 
 
 def _with_pools(cache: PagedKVCache, layer: int, k: Array, v: Array) -> PagedKVCache:
@@ -278,6 +309,17 @@ def end_step(
     num_staged, was_frozen = calibration.tokens_seen, calibration.frozen
     k, v = jax.tree.map(lambda *x: jnp.stack(x), *step.statistics)
     num_tokens = jnp.sum(step.plan.real, dtype=jnp.int32)
+    telemetry = calibration.telemetry
+    if telemetry is not None:
+        telemetry = drift.observe(
+            telemetry,
+            k,
+            v,
+            _all_counts(step),
+            num_tokens=num_tokens,
+            listening=~calibration.inside,
+        )
+        calibration = replace(calibration, telemetry=telemetry)
     calibration = observe(calibration, k, v, num_tokens=num_tokens)
     if calibration.staged is None:
         return cache, calibration
@@ -286,7 +328,8 @@ def end_step(
         return cache, calibration
 
     def stage_batch(cache: PagedKVCache, calibration: CalibrationState):
-        k_rows, v_rows = zip(*step.rows, strict=True)
+        staging = np.flatnonzero(calibration.calibrates)
+        k_rows, v_rows = zip(*(step.rows[row] for row in staging), strict=True)
         assert calibration.staged is not None
         staged = stage(
             calibration.staged,
@@ -306,6 +349,14 @@ def end_step(
     branch: Int32[Array, ""] = jnp.where(was_frozen, 0, jnp.where(complete, 2, 1))
     branches = (keep, stage_batch, stage_and_freeze)
     return lax.switch(branch, branches, cache, calibration)
+
+
+def _all_counts(step: Step) -> drift.RowCounts:
+    """Counts the rows of all FP8 layers, unless that was done layer by layer."""
+    if step.counts:
+        return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *step.counts)
+    k_rows, v_rows = zip(*step.rows, strict=True)
+    return _count_rows(step, slice(None), k_rows, v_rows)
 
 
 def _freeze_and_requantize(

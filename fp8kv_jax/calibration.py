@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from fp8kv_jax import counters as counter
 from fp8kv_jax.cache import CacheConfig, PagedKVCache, init_cache
+from fp8kv_jax.drift.telemetry import Telemetry, init_telemetry
 from fp8kv_jax.staging import StagedWindow, disown_all, init_window
 from pallas_kernels.fp8 import FP8_MAX, RowStatistics
 
@@ -141,6 +142,7 @@ class CalibrationState:
       epoch: counts freezes and resets: pages of another epoch must not be read.
       k_tally, v_tally: saturated, underflowed and non-finite values.
       staged: the window's BF16 rows, or None once released.
+      telemetry: what live traffic says about final scales, or None if not asked for.
       fp8_layers: layers whose pools hold FP8.
       calibrating_layers: those of them whose scales are found online.
       window_rows: rows that the staged window can hold.
@@ -167,6 +169,7 @@ class CalibrationState:
     k_tally: Tally
     v_tally: Tally
     staged: StagedWindow | None
+    telemetry: Telemetry | None = None
     fp8_layers: tuple[int, ...] = field(metadata={"static": True})
     calibrating_layers: tuple[int, ...] = field(metadata={"static": True})
     window_rows: int = field(metadata={"static": True})
@@ -176,6 +179,11 @@ class CalibrationState:
     def calibrates(self) -> np.ndarray:
         """Which rows belong to calibrating layers: bool [fp8_layers, 1]."""
         return np.isin(self.fp8_layers, self.calibrating_layers)[:, None]
+
+    @property
+    def inside(self) -> Bool[Array, "fp8_layers 1"]:
+        """Which rows still hold the provisional scale of an open window."""
+        return ~self.frozen & self.calibrates
 
     @property
     def no_signal(self) -> tuple[Bool[Array, "fp8_layers groups"], ...]:
@@ -195,6 +203,7 @@ def init_calibration(
     max_tokens_per_step: int,
     scales: "ScaleSet | None" = None,
     num_window_rows: int | None = None,
+    telemetry: bool = False,
 ) -> CalibrationState:
     """Makes the state of a loop that has seen nothing yet.
 
@@ -211,6 +220,8 @@ def init_calibration(
         calibrate.
       num_window_rows: rows to hold, if more than the window needs: so that states of
         several windows share one compilation.
+      telemetry: also count, inside the step, how live rows fit final scales; see
+        `fp8kv_jax.drift.telemetry`.
 
     Returns:
       A state that owns its buffers. Without a layer that calibrates it is frozen from
@@ -243,6 +254,7 @@ def init_calibration(
         frozen=jnp.array(not calibrating),
         epoch=jnp.int32(0),
         staged=None,
+        telemetry=init_telemetry(cache) if telemetry else None,
         fp8_layers=layers,
         calibrating_layers=calibrating,
         window_rows=max(needed, num_window_rows or 0),
@@ -320,7 +332,7 @@ def observe(
       v: likewise of its values.
       num_tokens: real tokens of the batch.
     """
-    inside = ~state.frozen & state.calibrates
+    inside = state.inside
     groups = state.k_amax.shape[1]
 
     def amax(
@@ -457,8 +469,14 @@ def reset(
     }
     fresh |= scales
     frozen = jnp.full_like(state.frozen, not state.calibrating_layers)
-    epoch = state.epoch + 1
-    return cache, replace(state, **fresh, frozen=frozen, epoch=epoch, staged=staged)
+    return cache, replace(
+        state,
+        **fresh,
+        frozen=frozen,
+        epoch=state.epoch + 1,
+        staged=staged,
+        telemetry=jax.tree.map(jnp.zeros_like, state.telemetry),
+    )
 
 
 def graphs_ready(states: Iterable[CalibrationState | bool | None]) -> bool:

@@ -13,11 +13,17 @@ def zeros(*shape: int) -> Counter:
 
 
 def add(counter: Counter, amount: Int[Array, "*shape"]) -> Counter:
-    """Adds a non-negative int32 amount to each counter, carrying into the high limb."""
+    """Adds 32 bits, not negative, to each counter, carrying into the high limb."""
     high, low = counter[..., 0], counter[..., 1]
     new_low = low + amount.astype(jnp.uint32)
     carry = (new_low < low).astype(jnp.uint32)
     return jnp.stack([high + carry, new_low], axis=-1)
+
+
+def merge(a: Counter, b: Counter) -> Counter:
+    """Adds two counters; associative and commutative."""
+    new = add(a, b[..., 1])
+    return new.at[..., 0].add(b[..., 0])
 
 
 def total(counter: Counter) -> np.ndarray:

@@ -31,6 +31,7 @@ from fp8kv_jax.block_table import BlockTable, make_batch
 from fp8kv_jax.cache import CacheConfig, init_cache
 from fp8kv_jax.calibration import CalibrationConfig, init_calibration
 from fp8kv_jax.decode import Forward, make_steps
+from fp8kv_jax.drift.telemetry import Telemetry
 from fp8kv_jax.sampling import greedy, sample
 from fp8kv_jax.scales.scale_set import ScaleSet
 from pallas_kernels.dispatch import Implementation
@@ -145,6 +146,7 @@ class Generator:
       scales: scales that are known already, of the layers that do not calibrate.
       prefill_chunks: widths of prefill steps. A chunk is padded to one of them, so
         that prompts of new lengths compile nothing.
+      telemetry: also count how live K and V fit final scales; see `telemetry`.
       implementation: which kernels to use; None for the best that works.
 
     Attributes:
@@ -168,6 +170,7 @@ class Generator:
         max_seq_len: int,
         scales: ScaleSet | None = None,
         prefill_chunks: tuple[int, ...] = (16, 128),
+        telemetry: bool = False,
         implementation: Implementation | None = None,
     ) -> None:
         self.num_seqs = num_seqs
@@ -179,6 +182,7 @@ class Generator:
             cache_config,
             max_tokens_per_step=max(num_seqs, *prefill_chunks),
             scales=scales,
+            telemetry=telemetry,
         )
         self.tokens_seen = 0
         self.frozen_at: int | None = None
@@ -195,6 +199,14 @@ class Generator:
         steps = make_steps(forward, implementation=implementation)
         self._step = jax.jit(steps.prefill_step, donate_argnums=(1, 2))
         self._compiled: dict[tuple[int, int], jax.stages.Compiled] = {}
+
+    @property
+    def telemetry(self) -> Telemetry | None:
+        """What was counted up to the newest step; None if not asked for.
+
+        The next step takes it over: `summarize` it before, or copy it.
+        """
+        return self.calibration.telemetry
 
     def generate(
         self,

@@ -20,20 +20,19 @@ from fp8kv_jax.cli.calibrate_report import Done, report
 from fp8kv_jax.cli.calibrate_screen import CalibrationScreen
 from fp8kv_jax.cli.errors import UserError, checking_input, print_warning
 from fp8kv_jax.cli.identity import identify
-from fp8kv_jax.cli.model import choose_dtype, load
+from fp8kv_jax.cli.model import choose_dtype, load, make_encoder
 from fp8kv_jax.scales import processes
 from fp8kv_jax.scales.artifact import (
     is_artifact,
     read_artifact,
     write_artifact,
 )
-from fp8kv_jax.scales.corpus import JSON_LINES_SUFFIXES, Content, DataSource
+from fp8kv_jax.scales.corpus import JSON_LINES_SUFFIXES, DataSource
 from fp8kv_jax.scales.identity import ModelIdentity
 from fp8kv_jax.scales.manifest import Manifest, make_manifest
 from fp8kv_jax.scales.offline import Compiling, Observed, OfflineCalibration
 from fp8kv_jax.scales.running_state import StateStore, fingerprint
 from fp8kv_jax.scales.sample_plan import (
-    Encode,
     SamplePlan,
     describe_data,
     describe_envelope,
@@ -251,7 +250,7 @@ def _make_plan(request: _Request, model: "LoadedModel") -> SamplePlan:
     with checking_input():
         plan = make_plan(
             request.sources,
-            _encoder(model),
+            make_encoder(model),
             num_samples=request.num_samples,
             max_seq_len=max_seq_len,
             seed=request.seed,
@@ -263,18 +262,6 @@ def _make_plan(request: _Request, model: "LoadedModel") -> SamplePlan:
             "asked for: all of it is used."
         )
     return plan
-
-
-def _encoder(model: "LoadedModel") -> Encode:
-    tokenizer = model.tokenizer
-
-    def encode(content: Content) -> list[int]:
-        if isinstance(content, str):
-            return tokenizer.encode(content)
-        text = tokenizer.apply_chat_template(content, add_generation_prompt=False)
-        return tokenizer.encode(text)
-
-    return encode
 
 
 def _describe_run(

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 import jax
 import typer
 
-from fp8kv_jax.cli import scales, scales_exchange
+from fp8kv_jax.cli import scales, scales_exchange, scales_rebind
 from fp8kv_jax.cli.calibrate import calibrate
+from fp8kv_jax.cli.compare import compare
 from fp8kv_jax.cli.errors import UserError, print_error
 from fp8kv_jax.cli.generate import generate
+from fp8kv_jax.cli.replay import replay
+from fp8kv_jax.cli.sweep import sweep
 
 INTERRUPTED = 130
 USAGE = 2
@@ -27,8 +30,12 @@ app = typer.Typer(
 
 app.command("generate")(generate)
 app.command("calibrate")(calibrate)
+app.command("replay")(replay)
+app.command("sweep")(sweep)
+app.command("compare")(compare)
 scales.app.command("import")(scales_exchange.import_command)
 scales.app.command("export")(scales_exchange.export_command)
+scales.app.command("rebind")(scales_rebind.rebind_command)
 app.add_typer(scales.app, name="scales")
 
 # The parser's base error. Newer typers carry their own copy of click, so that neither
@@ -58,7 +65,8 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command line.
 
     Returns:
-      The exit code: 0, 1 for a closed pipe, 2 for an error, 130 for an interruption.
+      The exit code: 0, 1 for a closed pipe or a policy that is not met, 2 for an
+      error, 130 for an interruption.
     """
     command = typer.main.get_command(app)
     try:

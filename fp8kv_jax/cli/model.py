@@ -1,6 +1,6 @@
 """Loads the model that a command runs, and makes token ids of its prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +8,7 @@ import jax
 
 from fp8kv_jax.cli.errors import UserError, checking_input
 from fp8kv_jax.cli.options import ComputeDtype
+from fp8kv_jax.scales.corpus import Content
 
 if TYPE_CHECKING:
     from models.loading import LoadedModel
@@ -72,3 +73,20 @@ def encode_prompts(
                 f"{len(prompt)}: shorten it."
             )
     return ids
+
+
+def make_encoder(model: "LoadedModel") -> Callable[..., list[int]]:
+    """Makes the `(content, answer=False) -> token ids` of texts and of chats.
+
+    A chat is rendered by the model's own template, with the start of the assistant's
+    turn at its end if an `answer` is to follow.
+    """
+    tokenizer = model.tokenizer
+
+    def encode(content: Content, answer: bool = False) -> list[int]:
+        if isinstance(content, str):
+            return tokenizer.encode(content)
+        text = tokenizer.apply_chat_template(content, add_generation_prompt=answer)
+        return tokenizer.encode(text)
+
+    return encode

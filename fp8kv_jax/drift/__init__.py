@@ -1,0 +1,1 @@
+"""Drift: does a set of scales still fit, and what does it cost when it does not."""
