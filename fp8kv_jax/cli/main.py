@@ -14,6 +14,7 @@ from fp8kv_jax.cli.compare import compare
 from fp8kv_jax.cli.errors import UserError, print_error
 from fp8kv_jax.cli.generate import generate
 from fp8kv_jax.cli.replay import replay
+from fp8kv_jax.cli.serve import serve
 from fp8kv_jax.cli.sweep import sweep
 
 INTERRUPTED = 130
@@ -33,6 +34,7 @@ app.command("calibrate")(calibrate)
 app.command("replay")(replay)
 app.command("sweep")(sweep)
 app.command("compare")(compare)
+app.command("serve")(serve)
 scales.app.command("import")(scales_exchange.import_command)
 scales.app.command("export")(scales_exchange.export_command)
 scales.app.command("rebind")(scales_rebind.rebind_command)

@@ -1,0 +1,371 @@
+"""`fp8kv serve`: an OpenAI-compatible server over an FP8 KV cache."""
+
+import importlib.util
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from fp8kv_jax.cache import CacheConfig
+from fp8kv_jax.calibration import CalibrationConfig
+from fp8kv_jax.cli import options
+from fp8kv_jax.cli import serve_options as flags
+from fp8kv_jax.cli.errors import UserError, checking_input, print_warning
+from fp8kv_jax.cli.identity import identify
+from fp8kv_jax.cli.model import choose_dtype, load
+from fp8kv_jax.cli.screen import Screen
+from fp8kv_jax.cli.serve_state import Snapshots, read_calibration_prompts, read_key
+from fp8kv_jax.cli.static_scales import StaticScales, check_flags, load_scales
+
+if TYPE_CHECKING:
+    from fp8kv_jax.serving import Engine
+    from fp8kv_jax.serving.http.config import ServedModel, ServerConfig
+    from models.loading import LoadedModel
+
+_LONGEST_BY_DEFAULT = 4096
+_CHUNK = 128
+# Of the memory left; the rest is for the steps and the window.
+_POOL_SHARE = 0.7
+_FULL_SEQUENCES_ON_CPU = 8
+
+
+def serve(
+    model: options.Model = None,
+    host: flags.Host = "127.0.0.1",
+    port: flags.Port = 8000,
+    api_key_file: flags.ApiKeyFile = None,
+    served_model_name: flags.ServedName = None,
+    dtype: options.Dtype = None,
+    max_num_seqs: flags.MaxNumSeqs = 32,
+    max_model_len: flags.MaxModelLen = None,
+    max_num_batched_tokens: flags.MaxNumBatchedTokens = None,
+    num_pages: flags.NumPages = None,
+    page_size: options.PageSize = 128,
+    kv_cache_dtype: options.CacheDtype = options.KvCacheDtype.FP8,
+    fp8_kv_calibration_tokens: options.CalibrationTokens = 256,
+    calibration_prompts: flags.CalibrationPrompts = None,
+    ready_when: flags.Ready = flags.ReadyWhen.ACCEPTING,
+    fp8_kv_headroom: options.Headroom = 2.0,
+    fp8_kv_granularity: options.Granularity = options.ScaleGranularity.TENSOR,
+    fp8_kv_scales: options.Scales = None,
+    fp8_kv_uncovered_layers: options.Uncovered = options.UncoveredLayers.BF16,
+    allow_mismatch: options.AllowMismatch = None,
+    kv_high_precision_layers: options.HighPrecisionLayers = "none",
+    snapshot: flags.Snapshot = None,
+    snapshot_pages: flags.SnapshotPages = 256,
+    compilation_cache: flags.CompilationCache = None,
+    max_open_requests: flags.MaxOpen = 256,
+    max_body_bytes: flags.MaxBodyBytes = 2**20,
+    body_timeout: flags.BodyTimeout = 10.0,
+    request_timeout: flags.RequestTimeout = 600.0,
+    shutdown_timeout: flags.ShutdownTimeout = 30.0,
+) -> None:
+    """Serves a model over HTTP, with the interface of OpenAI.
+
+    /v1/completions, /v1/chat/completions and /v1/models; /health, /ready and /metrics.
+    SIGTERM and Ctrl-C let requests under way end, then stop.
+    """
+    _check_installed()
+    from fp8kv_jax.serving.http.config import ServerConfig
+    from fp8kv_jax.serving.http.server import bind
+
+    check_flags(
+        fp8_kv_scales, fp8_kv_uncovered_layers, allow_mismatch, kv_cache_dtype, None
+    )
+    with checking_input():
+        server_config = ServerConfig(
+            max_open=max_open_requests,
+            max_body_bytes=max_body_bytes,
+            header_timeout=body_timeout,
+            body_timeout=body_timeout,
+            request_timeout=request_timeout,
+            ready_when=ready_when.value,
+            api_key=read_key(api_key_file),
+        )
+        calibration = CalibrationConfig(
+            window_tokens=fp8_kv_calibration_tokens,
+            headroom=fp8_kv_headroom,
+            granularity=fp8_kv_granularity.value,
+        )
+    request = _Request(
+        model=model,
+        name=served_model_name,
+        dtype=dtype,
+        max_num_seqs=max_num_seqs,
+        max_seq_len=max_model_len,
+        max_tokens_per_step=max_num_batched_tokens,
+        num_pages=num_pages,
+        page_size=page_size,
+        kv_cache_dtype=kv_cache_dtype,
+        calibration=calibration,
+        calibration_prompts=calibration_prompts,
+        scales=fp8_kv_scales,
+        uncovered_layers=fp8_kv_uncovered_layers,
+        allow_mismatch=allow_mismatch,
+        high_precision_layers=options.parse_layers(kv_high_precision_layers),
+        snapshot=snapshot,
+        snapshot_pages=snapshot_pages,
+        compilation_cache=compilation_cache,
+        server=server_config,
+        shutdown_timeout=shutdown_timeout,
+    )
+    try:
+        bound = bind(host, port)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"Expected --host and --port to be free to listen on, got {host} and "
+            f"{port}: {reason}."
+        ) from None
+    with bound:
+        if server_config.api_key is None and not _is_loopback(bound):
+            print_warning(f"{host} may be reached by others, and there is no API key.")
+        _run(request, bound)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """A command line, checked as far as that goes without a model."""
+
+    model: Path | None
+    name: str | None
+    dtype: options.ComputeDtype | None
+    max_num_seqs: int
+    max_seq_len: int | None
+    max_tokens_per_step: int | None
+    num_pages: int | None
+    page_size: int
+    kv_cache_dtype: options.KvCacheDtype
+    calibration: CalibrationConfig
+    calibration_prompts: Path | None
+    scales: Path | None
+    uncovered_layers: options.UncoveredLayers
+    allow_mismatch: str | None
+    high_precision_layers: tuple[int, ...]
+    snapshot: Path | None
+    snapshot_pages: int
+    compilation_cache: Path | None
+    server: "ServerConfig"
+    shutdown_timeout: float
+
+
+def _check_installed() -> None:
+    missing = [
+        name
+        for name in ("starlette", "uvicorn", "prometheus_client")
+        if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise UserError(
+            f"Expected the extra `serve` to be installed, but there is no "
+            f"{' and no '.join(missing)}: pip install 'fp8kv-jax[serve]', or "
+            "`uv run --extra serve fp8kv serve ...`."
+        )
+
+
+def _is_loopback(bound: socket.socket) -> bool:
+    address = bound.getsockname()[0]
+    return address.startswith("127.") or address == "::1"
+
+
+def _run(request: _Request, bound: socket.socket) -> None:
+    phase = "loading the model"
+    with Screen(lambda: phase):
+        dtype = choose_dtype(request.dtype)
+        model = load(request.model, dtype)
+        prompts: list[list[int]] = []
+        if request.calibration_prompts is not None:
+            prompts = read_calibration_prompts(request.calibration_prompts, model)
+        static, request = _with_scales(request, model)
+        with checking_input():
+            engine = _make_engine(request, model, dtype, static)
+        snapshots = None
+        if request.snapshot is not None:
+            phase = "looking for a snapshot"
+            snapshots = Snapshots(
+                request.snapshot,
+                model=_identity(request, model, static),
+                max_pages=request.snapshot_pages,
+            )
+    if snapshots is not None:
+        _restore(snapshots, engine)
+    _serve(request, bound, engine, _served(request, model), prompts, snapshots)
+
+
+def _restore(snapshots: Snapshots, engine: "Engine") -> None:
+    restored = snapshots.load(engine)
+    if restored is not None:
+        what = "frozen scales" if restored.frozen else "a window under way"
+        _note(
+            f"restored {what} ({restored.tokens_seen} tokens) and "
+            f"{restored.num_pages} pages from {restored.folder}"
+        )
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _serve(
+    request: _Request,
+    bound: socket.socket,
+    engine: "Engine",
+    model: "ServedModel",
+    prompts: Sequence[Sequence[int]],
+    snapshots: Snapshots | None,
+) -> None:
+    """Serves until told to stop."""
+    from fp8kv_jax.serving.http.app import make_app
+    from fp8kv_jax.serving.http.metrics import Metrics
+    from fp8kv_jax.serving.http.preparing import preparation
+    from fp8kv_jax.serving.http.server import make_server
+    from fp8kv_jax.serving.http.worker import Worker
+
+    prepare = preparation(prompts)
+
+    def prepare_and_say(engine: "Engine") -> None:
+        prepare(engine)
+        stats = engine.stats()
+        progress = f"{stats.tokens_seen} of {stats.window_tokens} tokens"
+        frozen = "scales are frozen" if stats.frozen else f"calibrating: {progress}"
+        _note(f"accepting requests for {model.name} | {frozen}")
+
+    def say_frozen(engine: "Engine") -> None:
+        _note(f"scales frozen at {engine.stats().tokens_seen} tokens")
+        if snapshots is not None:
+            snapshots.save_at_freeze(engine)
+
+    worker = Worker(
+        engine,
+        Metrics(),
+        prepare=prepare_and_say,
+        on_frozen=say_frozen,
+        on_stop=snapshots.save_at_end if snapshots is not None else None,
+    )
+    server = make_server(
+        make_app(worker, model, request.server),
+        worker,
+        request.server,
+        shutdown_timeout=request.shutdown_timeout,
+    )
+    host, port = bound.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    _note(f"listening on http://{host}:{port} | compiling")
+    server.run(sockets=[bound])
+    if worker.error is not None:
+        raise worker.error
+    if not worker.has_ended:  # it compiles, which nothing can stop but an exit
+        raise KeyboardInterrupt
+    _note("stopped")
+    if snapshots is not None:
+        snapshots.check_saved()
+
+
+def _served(request: _Request, model: "LoadedModel") -> "ServedModel":
+    from fp8kv_jax.serving.http.config import ServedModel
+    from models.loading import default_model_path
+
+    path = request.model or default_model_path()
+    assert path is not None
+    tokenizer = model.tokenizer
+    has_template = tokenizer.chat_template is not None
+    return ServedModel(
+        name=request.name or path.resolve().name.removesuffix(".gguf"),
+        vocab_size=model.config.vocab_size,
+        encode=tokenizer.encode,
+        token_bytes=tokenizer.token_bytes,
+        render_chat=tokenizer.apply_chat_template if has_template else None,
+    )
+
+
+def _with_scales(
+    request: _Request, model: "LoadedModel"
+) -> tuple[StaticScales | None, _Request]:
+    """Loads the scales asked for, and lets the request follow them."""
+    if request.scales is None:
+        if request.kv_cache_dtype == "fp8" and not request.calibration.window_tokens:
+            raise UserError(
+                "Expected --fp8-kv-calibration-tokens of at least 1 without "
+                "--fp8-kv-scales, got 0."
+            )
+        return None, request
+    static = load_scales(request.scales, model, allow_mismatch=request.allow_mismatch)
+    calibration = replace(request.calibration, granularity=static.scale_set.granularity)
+    kept = request.high_precision_layers
+    if request.uncovered_layers == "bf16":
+        kept = tuple(sorted({*kept, *static.uncovered}))
+    return static, replace(request, calibration=calibration, high_precision_layers=kept)
+
+
+def _make_engine(
+    request: _Request,
+    model: "LoadedModel",
+    dtype: options.ComputeDtype,
+    static: StaticScales | None,
+) -> "Engine":
+    from fp8kv_jax.serving import Engine, EngineConfig
+
+    config = model.config
+    max_seq_len = request.max_seq_len or min(config.max_context, _LONGEST_BY_DEFAULT)
+    if max_seq_len > config.max_context:
+        raise UserError(
+            f"Expected --max-model-len of at most {config.max_context}, the model's "
+            f"context, got {max_seq_len}."
+        )
+    chunk = min(_CHUNK, max_seq_len)
+    wide = "float32" if dtype == "float32" else "bf16"
+    asked = request.kv_cache_dtype
+    cache = CacheConfig(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_pages=request.num_pages or 1,
+        page_size=request.page_size,
+        dtype=wide if asked == "auto" else asked.value,
+        high_precision_layers=request.high_precision_layers,
+        high_precision_dtype=wide,
+    )
+    if request.num_pages is None:
+        cache = replace(cache, num_pages=_num_pages_that_fit(cache, max_seq_len))
+    engine_config = EngineConfig(
+        max_num_seqs=request.max_num_seqs,
+        max_seq_len=max_seq_len,
+        max_tokens_per_step=request.max_tokens_per_step
+        or max(512, request.max_num_seqs + chunk),
+        chunk=chunk,
+        compilation_cache=request.compilation_cache,
+    )
+    return Engine(
+        model.forward,
+        model.params,
+        cache,
+        request.calibration,
+        engine_config,
+        scales=static.scale_set if static else None,
+        eos_ids=model.tokenizer.eos_ids,
+        detokenizer=model.tokenizer.stream_decoder,
+    )
+
+
+def _num_pages_that_fit(cache: CacheConfig, max_seq_len: int) -> int:
+    """Pages for what the device has left; on a CPU, for a few full sequences."""
+    per_sequence = -(-max_seq_len // cache.page_size)
+    memory = jax.devices()[0].memory_stats()
+    if not memory or "bytes_limit" not in memory:
+        return _FULL_SEQUENCES_ON_CPU * per_sequence
+    room = _POOL_SHARE * (memory["bytes_limit"] - memory["bytes_in_use"])
+    return max(1, int(room // (cache.bytes_per_token * cache.page_size)))
+
+
+def _identity(
+    request: _Request, model: "LoadedModel", static: StaticScales | None
+) -> Mapping[str, Any]:
+    """What a snapshot must agree with: model, scales, and how scales are found."""
+    named: dict[str, Any] = asdict(identify(model))
+    named["scales"] = static.artifact_id if static else None
+    named["headroom"] = request.calibration.headroom
+    return named

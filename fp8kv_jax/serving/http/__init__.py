@@ -1,0 +1,1 @@
+"""An engine behind HTTP, with the interface of OpenAI; needs the `serve` extra."""
