@@ -307,20 +307,7 @@ def end_step(
     if not calibration.fp8_layers:
         return cache, calibration
     num_staged, was_frozen = calibration.tokens_seen, calibration.frozen
-    k, v = jax.tree.map(lambda *x: jnp.stack(x), *step.statistics)
-    num_tokens = jnp.sum(step.plan.real, dtype=jnp.int32)
-    telemetry = calibration.telemetry
-    if telemetry is not None:
-        telemetry = drift.observe(
-            telemetry,
-            k,
-            v,
-            _all_counts(step),
-            num_tokens=num_tokens,
-            listening=~calibration.inside,
-        )
-        calibration = replace(calibration, telemetry=telemetry)
-    calibration = observe(calibration, k, v, num_tokens=num_tokens)
+    calibration = _observe_batch(step, calibration)
     if calibration.staged is None:
         return cache, calibration
 
@@ -349,6 +336,24 @@ def end_step(
     branch: Int32[Array, ""] = jnp.where(was_frozen, 0, jnp.where(complete, 2, 1))
     branches = (keep, stage_batch, stage_and_freeze)
     return lax.switch(branch, branches, cache, calibration)
+
+
+def _observe_batch(step: Step, calibration: CalibrationState) -> CalibrationState:
+    """Folds what the layers saw into the calibration, and the telemetry if there is."""
+    k, v = jax.tree.map(lambda *x: jnp.stack(x), *step.statistics)
+    num_tokens = jnp.sum(step.plan.real, dtype=jnp.int32)
+    telemetry = calibration.telemetry
+    if telemetry is not None:
+        telemetry = drift.observe(
+            telemetry,
+            k,
+            v,
+            _all_counts(step),
+            num_tokens=num_tokens,
+            listening=~calibration.inside,
+        )
+        calibration = replace(calibration, telemetry=telemetry)
+    return observe(calibration, k, v, num_tokens=num_tokens)
 
 
 def _all_counts(step: Step) -> drift.RowCounts:

@@ -16,6 +16,7 @@ from fp8kv_jax.cli.screen import Screen
 from fp8kv_jax.cli.static_scales import (
     StaticScales,
     check_flags,
+    follow_scales,
     load_scales,
     save_scales,
 )
@@ -184,19 +185,17 @@ def _run(request: _Request) -> None:
 def _with_scales(
     request: _Request, model: "LoadedModel"
 ) -> tuple[StaticScales | None, _Request]:
-    """Loads the scales asked for, and lets the request follow them.
-
-    Their granularity is the run's; layers that they skip keep the compute dtype,
-    unless these are to calibrate online.
-    """
+    """Loads the scales asked for, and lets the request follow them."""
     if request.scales is None:
         return None, request
     static = load_scales(request.scales, model, allow_mismatch=request.allow_mismatch)
-    calibration = replace(request.calibration, granularity=static.scale_set.granularity)
-    kept = request.high_precision_layers
-    if request.uncovered_layers == "bf16":
-        kept = tuple(sorted({*kept, *static.uncovered}))
-    return static, replace(request, calibration=calibration, high_precision_layers=kept)
+    changes = follow_scales(
+        static,
+        request.calibration,
+        request.high_precision_layers,
+        request.uncovered_layers,
+    )
+    return static, replace(request, **changes)
 
 
 def _plan_cache(

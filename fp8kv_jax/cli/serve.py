@@ -19,7 +19,12 @@ from fp8kv_jax.cli.identity import identify
 from fp8kv_jax.cli.model import choose_dtype, load
 from fp8kv_jax.cli.screen import Screen
 from fp8kv_jax.cli.serve_state import Snapshots, read_calibration_prompts, read_key
-from fp8kv_jax.cli.static_scales import StaticScales, check_flags, load_scales
+from fp8kv_jax.cli.static_scales import (
+    StaticScales,
+    check_flags,
+    follow_scales,
+    load_scales,
+)
 
 if TYPE_CHECKING:
     from fp8kv_jax.serving import Engine
@@ -294,11 +299,13 @@ def _with_scales(
             )
         return None, request
     static = load_scales(request.scales, model, allow_mismatch=request.allow_mismatch)
-    calibration = replace(request.calibration, granularity=static.scale_set.granularity)
-    kept = request.high_precision_layers
-    if request.uncovered_layers == "bf16":
-        kept = tuple(sorted({*kept, *static.uncovered}))
-    return static, replace(request, calibration=calibration, high_precision_layers=kept)
+    changes = follow_scales(
+        static,
+        request.calibration,
+        request.high_precision_layers,
+        request.uncovered_layers,
+    )
+    return static, replace(request, **changes)
 
 
 def _make_engine(

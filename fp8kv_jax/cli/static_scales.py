@@ -1,6 +1,6 @@
 """Scales from an artifact for a run: read, checked against the model, laid over layers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,26 @@ class StaticScales:
             "uncovered_layers": list(self.uncovered),
             "allowed_mismatches": self.allowed_mismatches,
         }
+
+
+def follow_scales(
+    static: StaticScales,
+    calibration: CalibrationConfig,
+    high_precision_layers: tuple[int, ...],
+    uncovered: options.UncoveredLayers,
+) -> dict[str, Any]:
+    """What of a request follows the scales, as changes for `replace`.
+
+    Their granularity is the run's; layers that they skip keep the compute dtype,
+    unless these are to calibrate online.
+    """
+    kept = set(high_precision_layers)
+    if uncovered == "bf16":
+        kept.update(static.uncovered)
+    return {
+        "calibration": replace(calibration, granularity=static.scale_set.granularity),
+        "high_precision_layers": tuple(sorted(kept)),
+    }
 
 
 def load_scales(

@@ -36,24 +36,8 @@ LAYER_KEYS = {
 
 
 @pytest.fixture
-def cli(capsys):
-    """Runs a command line in this process: exit code, stdout and stderr."""
-
-    def run_cli(*arguments):
-        code = run(["generate", *map(str, arguments)])
-        return code, *capsys.readouterr()
-
-    return run_cli
-
-
-@pytest.fixture
-def cli_json(cli):
-    def run_json(*arguments):
-        code, out, err = cli(*arguments, "--json")
-        assert code == 0, err
-        return json.loads(out, parse_constant=pytest.fail)
-
-    return run_json
+def cli(command_line):
+    return functools.partial(command_line, "generate")
 
 
 @pytest.fixture

@@ -349,14 +349,13 @@ def _load_once(path, dtype):
 
 
 @pytest.fixture
-def cli(capsys, files, monkeypatch):
+def cli(command_line, files, monkeypatch):
     monkeypatch.setattr(models.loading, "load_model", _load_once)
 
     def compare(a, b, *more, workload="w.jsonl"):
         arguments = ["compare", files / a, files / b, "--workload", files / workload]
         arguments += ["--model", TINY, "--max-new-tokens", 3, "--tokens-per-step", 128]
-        code = run([str(x) for x in (*arguments, *more)])
-        return code, *capsys.readouterr()
+        return command_line(*arguments, *more)
 
     return compare
 

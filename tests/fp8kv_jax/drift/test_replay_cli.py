@@ -34,12 +34,8 @@ def one_model(monkeypatch):
 
 
 @pytest.fixture
-def cli(capsys):
-    def run_cli(*arguments):
-        code = run([str(x) for x in arguments])
-        return code, *capsys.readouterr()
-
-    return run_cli
+def cli(command_line):
+    return command_line
 
 
 @pytest.fixture(scope="module")

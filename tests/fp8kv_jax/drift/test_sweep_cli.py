@@ -1,15 +1,14 @@
 """`fp8kv sweep`: its JSON, table, files, and what goes wrong in one line."""
 
 import csv
+import functools
 import importlib.util
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from sweep_examples import SLICE
 
-from fp8kv_jax.cli.main import run
 from fp8kv_jax.drift.trace import open_trace
 
 TINY = Path(__file__).parents[2] / "models" / "data" / "tiny_llama"
@@ -17,24 +16,8 @@ ORDER = "probe,chat,code,more_code"
 
 
 @pytest.fixture
-def cli(capsys):
-    """Runs a command line in this process: exit code, stdout and stderr."""
-
-    def run_cli(*arguments):
-        code = run(["sweep", *map(str, arguments)])
-        return code, *capsys.readouterr()
-
-    return run_cli
-
-
-@pytest.fixture
-def cli_json(cli):
-    def run_json(*arguments):
-        code, out, err = cli(*arguments, "--json")
-        assert code == 0, err
-        return json.loads(out, parse_constant=pytest.fail)
-
-    return run_json
+def cli(command_line):
+    return functools.partial(command_line, "sweep")
 
 
 def test_json_names_the_layer_that_a_probe_clips(cli_json):

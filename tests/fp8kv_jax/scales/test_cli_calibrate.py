@@ -17,7 +17,6 @@ import models.loading
 from fp8kv_jax.cli.calibrate import parse_source
 from fp8kv_jax.cli.errors import UserError
 from fp8kv_jax.cli.identity import identify
-from fp8kv_jax.cli.main import run
 from fp8kv_jax.scales.artifact import check_against_model, read_artifact
 from models.full_attention import full_attention
 
@@ -73,12 +72,8 @@ def one_model(monkeypatch):
 
 
 @pytest.fixture
-def cli(capsys):
-    def run_cli(*arguments):
-        code = run(["calibrate", *map(str, arguments)])
-        return code, *capsys.readouterr()
-
-    return run_cli
+def cli(command_line):
+    return functools.partial(command_line, "calibrate")
 
 
 def one_line_error(code, out, err):

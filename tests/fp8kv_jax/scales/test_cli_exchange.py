@@ -1,5 +1,6 @@
 """`fp8kv scales import` and `export`: what they write, say and refuse."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import safetensors.numpy
 from exchange_files import legacy, save, save_json, tensors_of, value_of
 
 from fp8kv_jax.cli import scales_exchange
-from fp8kv_jax.cli.main import run
 from fp8kv_jax.scales.artifact import read_artifact
 from fp8kv_jax.scales.exports import SCALES_FILE
 from fp8kv_jax.scales.imports import import_scales
@@ -22,14 +22,8 @@ LAYERS = range(2)
 
 
 @pytest.fixture
-def cli(capsys):
-    """Runs a command line in this process: exit code, stdout and stderr."""
-
-    def run_cli(*arguments):
-        code = run(["scales", *map(str, arguments)])
-        return code, *capsys.readouterr()
-
-    return run_cli
+def cli(command_line):
+    return functools.partial(command_line, "scales")
 
 
 @pytest.fixture
