@@ -33,15 +33,19 @@ class Rows(NamedTuple):
 class Chosen(NamedTuple):
     """What was chosen; log-probabilities only if asked for."""
 
-    token_ids: Int32[Array, "num_rows"]
+    token_ids: Int32[Array, "width"]
     logprobs: Float32[Array, "num_rows"] | None = None
     top_ids: Int32[Array, "num_rows top"] | None = None
     top_logprobs: Float32[Array, "num_rows top"] | None = None
 
 
-@functools.partial(jax.jit, static_argnames=("choice",))
+@functools.partial(jax.jit, static_argnames=("choice", "width"))
 def choose(
-    logits: Float[Array, "num_rows vocab_size"], rows: Rows, *, choice: Choice
+    logits: Float[Array, "num_rows vocab_size"],
+    rows: Rows,
+    *,
+    choice: Choice,
+    width: int = 0,
 ) -> Chosen:
     """Chooses a token for each row.
 
@@ -53,6 +57,7 @@ def choose(
       logits: one row for each sequence.
       rows: settings of each row.
       choice: what at least one row needs.
+      width: rows of the token ids that come back, if more: one shape for all steps.
     """
     token_ids = greedy(logits)
     if choice.draws:
@@ -63,13 +68,14 @@ def choose(
             top_p=jnp.asarray(rows.top_ps) if choice.nucleus else None,
         )
         token_ids = jnp.where(rows.temperatures > 0, drawn, token_ids)
+    padded = jnp.pad(token_ids, (0, max(0, width - token_ids.size)))
     if not choice.logprobs:
-        return Chosen(token_ids)
+        return Chosen(padded)
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     own = jnp.take_along_axis(logprobs, token_ids[:, None], axis=-1)[:, 0]
     top = min(MAX_LOGPROBS, logits.shape[-1])
     top_logprobs, top_ids = jax.lax.top_k(logprobs, top)
-    return Chosen(token_ids, own, top_ids.astype(jnp.int32), top_logprobs)
+    return Chosen(padded, own, top_ids.astype(jnp.int32), top_logprobs)
 
 
 def _key(seed: Any, index: Any, position: Any) -> Array:

@@ -20,8 +20,9 @@ and hands it what to add and to abort between two steps.
 """
 
 import secrets
+from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -49,6 +50,13 @@ from fp8kv_jax.serving.scheduler import Scheduler
 from fp8kv_jax.serving.sequence import Sequence
 from fp8kv_jax.serving.text import Detokenizer, TextStream
 from pallas_kernels.dispatch import Implementation
+
+
+class _UnderWay(NamedTuple):
+    """A step on the device, and the rows that get a token from it."""
+
+    chosen: Chosen
+    ready: list[tuple[int, Sequence]]
 
 
 class Engine:
@@ -123,33 +131,41 @@ class Engine:
         self._detokenizer = detokenizer
         self._next_id = 0
         self._requests: dict[int, list[Sequence]] = {}
-        self._aborted: list[Output] = []
+        # Steps that run and whose tokens have not been read, the oldest first.
+        self._under_way: deque[_UnderWay] = deque()
+        self._unsent: list[Output] = []
         self._counts = dict.fromkeys(_COUNTERS, 0)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would return anything, now or later."""
-        return bool(self._requests or self._aborted)
+        return bool(self._requests or self._unsent)
 
     @property
     def calibration(self) -> CalibrationState:
         """Scales and counters as of the newest step; the next one gives them up."""
         return self.runner.calibration
 
-    def warm_up(self, *, greedy_only: bool = False) -> None:
+    def warm_up(self, *, greedy_only: bool = False, background: bool = False) -> None:
         """Compiles every shape of a step and runs each once on nothing.
 
         Warm-up batches carry slot -1 everywhere: they are neither written, observed
-        nor counted. The steps without a window are compiled in the background
-        meanwhile and after; once the scales are frozen and those steps are there, the
-        engine goes on with them and frees the window. Without this call, steps are
-        compiled when they are needed first.
+        nor counted. The steps that follow the window are among them, since a
+        compilation slows whatever runs beside it (on a GPU it times kernels); once
+        the scales are frozen, the engine goes on with those and frees the window.
+        Without this call, steps are compiled when they are needed first.
 
         Args:
           greedy_only: leaves draws and log-probabilities to the first request that
             asks for them.
+          background: waits for what the first greedy step needs; the rest compiles
+            while the engine serves, and the window stays until it is there.
         """
-        self.runner.warm_up(greedy_only=greedy_only)
+        self._settle()
+        offloads = self.config.host_pages > 0
+        self.runner.warm_up(
+            greedy_only=greedy_only, offloads=offloads, background=background
+        )
 
     def close(self) -> None:
         """Stops what still compiles in the background."""
@@ -237,20 +253,36 @@ class Engine:
         for sequence in list(sequences):
             self._finish(sequence)
             self._counts["num_aborted"] += 1
-            self._aborted.append(self._output(sequence, finish_reason="abort"))
+            self._unsent.append(self._output(sequence, finish_reason="abort"))
         return True
 
     def step(self) -> list[Output]:
-        """Runs one step of the model and returns what its continuations got.
+        """Returns what the continuations got in one step of the model.
 
-        Waits for the device. Without work it returns nothing at once. The order is
-        that of the continuations in the step; each appears at most once.
+        Waits for that step alone: the one after it is on the device by then, and
+        begins with tokens that the host has not seen. A continuation that turns out
+        to have ended (an end token, a stop string, an abort) has a row there that is
+        computed in vain. Inside the calibration window each step is read before the
+        next one begins, since pages that leave the pool or come back must know
+        whether the scales are frozen.
+
+        Returns nothing, at once, without work, and when no step was under way before.
+        The order is that of the continuations in the step. Each appears at most once,
+        except after `reset`, which leaves the tokens of the step under way.
         """
-        outputs, self._aborted = self._aborted, []
-        if not self._requests:
-            return outputs
+        outputs, self._unsent = self._unsent, []
+        begun = self._begin_step()
+        ahead = 1 if self.runner.frozen else 0
+        if self._under_way and not (begun and len(self._under_way) <= ahead):
+            outputs += self._end_step()
+        return outputs
+
+    def _begin_step(self) -> bool:
+        """Sends a step to the device, if any continuation has a token for it."""
         self.runner.release_if_ready()
         plan = self.scheduler.plan()
+        if not plan.num_tokens:
+            return False
         self.runner.copy_pages(plan.page_copies)
         shape = self.runner.layout.shape_of(plan)
         logits = self.runner.run(plan, shape)
@@ -260,14 +292,29 @@ class Engine:
         ready = [*enumerate(plan.decode)]
         ready += enumerate(plan.prefill, shape.decode_rows)
         ready = [(row, chunk.sequence) for row, chunk in ready if chunk.is_last]
-        chosen = self._choose(logits, ready)
+        self._under_way.append(_UnderWay(self._choose(logits, ready), ready))
         self.scheduler.advance(plan)
         for row, sequence in ready:
-            outputs.append(self._take(sequence, chosen, row))
-        return outputs
+            sequence.tokens.append(~row)
+        return True
+
+    def _end_step(self) -> list[Output]:
+        """Waits for the oldest step under way; what has ended since gets nothing."""
+        chosen, ready = self._under_way.popleft()
+        chosen = self.runner.read(chosen)
+        return [
+            self._take(sequence, chosen, row)
+            for row, sequence in ready
+            if sequence in self._requests.get(sequence.request_id, ())
+        ]
+
+    def _settle(self) -> None:
+        """Reads all steps under way; the next call of `step` returns what they gave."""
+        while self._under_way:
+            self._unsent += self._end_step()
 
     def _choose(self, logits: jax.Array, ready: list[tuple[int, Sequence]]) -> Chosen:
-        """Chooses a token for some rows of a step; waits for the device."""
+        """Chooses a token for some rows of a step, on the device."""
         rows = blank_rows(logits.shape[0])
         for row, sequence in ready:
             params = sequence.params
@@ -285,10 +332,10 @@ class Engine:
         return self.runner.choose(logits, rows, choice)
 
     def _take(self, sequence: Sequence, chosen: Chosen, row: int) -> Output:
-        """Adds a token to a sequence, and ends the sequence if it is time."""
+        """Gives a sequence its next token, and ends the sequence if it is time."""
         token_id = int(chosen.token_ids[row])
         params, text = sequence.params, sequence.text
-        sequence.tokens.append(token_id)
+        sequence.tokens[sequence.num_known] = token_id
         self._counts["num_output_tokens"] += 1
         reason: FinishReason | None = None
         stop_reason: str | int | None = None
@@ -301,7 +348,7 @@ class Engine:
             said = text.push(token_id)
             if text.stopped_by is not None:
                 reason, stop_reason = "stop", text.stopped_by
-        if reason is None and len(sequence.tokens) >= sequence.max_len:
+        if reason is None and sequence.num_known >= sequence.max_len:
             reason = "length"
         if reason is not None:
             self._finish(sequence)
@@ -362,6 +409,7 @@ class Engine:
         Continuations that run lose their pages and are recomputed with the new
         weights; what they have said stays.
         """
+        self._settle()
         for sequence in reversed(list(self.scheduler.running)):
             self.scheduler.preempt(sequence)
         self.pool.forget_all()

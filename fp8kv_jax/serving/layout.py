@@ -52,6 +52,11 @@ class Layout:
         ]
 
     @property
+    def max_rows(self) -> int:
+        """Rows of logits of the largest shape."""
+        return self.decode_buckets[-1] + self.prefill_buckets[-1]
+
+    @property
     def max_tokens_per_step(self) -> int:
         """Tokens of the largest shape, padding included."""
         return self.decode_buckets[-1] + self.prefill_buckets[-1] * self.chunk
@@ -73,23 +78,21 @@ class Layout:
 
     def _part(self, chunks: Iterable[Chunk], num_rows: int, width: int) -> Batch:
         token_ids = np.zeros((num_rows, width), np.int32)
-        slot_mapping = np.full((num_rows, width), PAD_SLOT, np.int32)
         query_starts = np.zeros(num_rows, np.int32)
         seq_lens = np.zeros(num_rows, np.int32)
         block_table = np.zeros((num_rows, self.pages_per_seq), np.int32)
         for row, chunk in enumerate(chunks):
-            pages = np.asarray(chunk.sequence.pages, np.int32)
-            positions = np.arange(chunk.start, chunk.stop)
-            slots = pages[positions // self.page_size] * self.page_size
-            slots += (positions % self.page_size).astype(np.int32)
-            num_tokens = chunk.stop - chunk.start
-            token_ids[row, :num_tokens] = chunk.sequence.tokens[
-                chunk.start : chunk.stop
-            ]
-            slot_mapping[row, :num_tokens] = slots
-            query_starts[row] = chunk.start
-            seq_lens[row] = chunk.stop
-            block_table[row, : pages.size] = pages
+            start, stop, pages = chunk.start, chunk.stop, chunk.sequence.pages
+            token_ids[row, : stop - start] = chunk.sequence.tokens[start:stop]
+            query_starts[row] = start
+            seq_lens[row] = stop
+            block_table[row, : len(pages)] = pages
+        positions = query_starts[:, None] + np.arange(width, dtype=np.int32)
+        in_table = np.minimum(positions // self.page_size, self.pages_per_seq - 1)
+        slots = np.take_along_axis(block_table, in_table, axis=1) * self.page_size
+        slots += positions % self.page_size
+        real = positions < seq_lens[:, None]
+        slot_mapping = np.where(real, slots, np.int32(PAD_SLOT))
         # The step that takes them moves them to the device, all at once.
         fields: dict[str, Any] = {
             "token_ids": token_ids,

@@ -1,10 +1,12 @@
 """The device's side of an engine: pools, scales, and the compiled steps over them."""
 
+import contextlib
 import functools
 import hashlib
+import itertools
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,9 +17,10 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from fp8kv_jax.attention import apply_page_copies
+from fp8kv_jax.batch import MixedBatch
 from fp8kv_jax.cache import PagedKVCache
 from fp8kv_jax.calibration import CalibrationState, release_window, reset
-from fp8kv_jax.decode import Forward, make_steps
+from fp8kv_jax.decode import Forward, StepFunction, make_steps
 from fp8kv_jax.serving.choosing import Choice, Chosen, Rows, choose
 from fp8kv_jax.serving.layout import Layout, Shape
 from fp8kv_jax.serving.scheduler import Plan
@@ -25,6 +28,10 @@ from pallas_kernels.dispatch import Implementation
 
 # Pages that one call copies; a plan with more takes several calls.
 _COPIES_PER_CALL = 8
+
+# In percent of the memory. XLA counts a pool that is written in place once for each
+# write, and would look long, and in vain, for what to recompute to make that fit.
+_GPU_OPTIONS = {"xla_gpu_memory_limit_slop_factor": 10_000}
 
 _GREEDY = Choice()
 _OTHER_CHOICES = (
@@ -78,37 +85,65 @@ class Runner:
         self.layout = layout
         self._note_calibration()
         step = make_steps(forward, implementation=implementation).prefill_step
-        self._step = jax.jit(step, donate_argnums=(1, 2))
+        self._step = jax.jit(_after_chosen(step), donate_argnums=(1, 2))
+        # Tokens that the newest step chose, by row: the next one may begin with them.
+        self._chosen = jnp.zeros((layout.max_rows,), jnp.int32)
         copy = functools.partial(apply_page_copies, implementation=implementation)
         self._copy = jax.jit(copy, donate_argnums=(0, 1))
         self._steps: dict[tuple[Shape, bool], Future] = {}
-        self._choices: dict[tuple[int, Choice], Future] = {}
+        self._choices: dict[tuple[int, int, Choice], Future] = {}
         self._threads = ThreadPoolExecutor(max_workers=os.cpu_count())
 
     @property
     def has_window(self) -> bool:
         return self.calibration.staged is not None
 
-    def warm_up(self, *, greedy_only: bool = False) -> None:
-        """Compiles what is needed now, starts on what will be, runs all on nothing."""
-        shapes = self.layout.shapes
-        with_window = [self._lower(shape) for shape in shapes]
-        self._submit(with_window)
-        without = []
-        if self.has_window:
-            without = [self._lower(shape, window=False) for shape in shapes]
-        logits = [self.run(Plan(), shape) for shape in shapes]
-        by_size = {x.shape[0]: x for x in logits}
-        greedy = [self._chooser(x, _GREEDY) for x in by_size.values()]
-        for future in greedy:
-            future.result()
-        nothing = jnp.full((_COPIES_PER_CALL, 2), -1, jnp.int32)
-        self.cache, self.calibration = self._copy(self.cache, self.calibration, nothing)
-        self._submit(without)
-        for choice in () if greedy_only else _OTHER_CHOICES:
-            for x in by_size.values():
-                self._chooser(x, choice)
-        jax.block_until_ready(self.cache)
+    def warm_up(
+        self,
+        *,
+        greedy_only: bool = False,
+        offloads: bool = False,
+        background: bool = False,
+    ) -> None:
+        """Compiles everything in threads, and runs it on nothing.
+
+        Args:
+          greedy_only: leaves draws and log-probabilities to whoever asks first.
+          offloads: compiles what moves a page out of the pool and back, too.
+          background: waits for what the first greedy step needs, and for no more.
+        """
+        self._compile(window=self.has_window)
+        if not background:
+            self._compile(window=False)
+        logits = self._run_on_nothing(offloads=offloads)
+        if self.has_window and not background:
+            with self._without_window():
+                self._run_on_nothing(offloads=offloads)
+        choices = (_GREEDY,) if greedy_only else (_GREEDY, *_OTHER_CHOICES)
+        waited_for = choices[:1] if background else choices
+        self._compile_choices(logits.values(), waited_for)
+        for choice in waited_for:
+            for num_rows, x in logits.items():
+                self.choose(x, blank_rows(num_rows), choice)
+        jax.block_until_ready((self._chosen, self.cache))
+        self._compile(window=False)
+        self._compile_choices(logits.values(), choices)
+
+    def _run_on_nothing(self, *, offloads: bool) -> dict[int, jax.Array]:
+        """Runs what changes pools and window; returns logits by their number."""
+        logits = {sum(s): self.run(Plan(), s) for s in self.layout.shapes}
+        self._copy_some(np.full((_COPIES_PER_CALL, 2), -1, np.int32))
+        if offloads:
+            self.load_page(0, self.save_page(0))
+        return logits
+
+    @contextlib.contextmanager
+    def _without_window(self) -> Generator[None]:
+        """Sets the window aside, for what runs once it is released."""
+        staged = self.calibration.staged
+        self.calibration = replace(self.calibration, staged=None)
+        yield
+        self.calibration = replace(self.calibration, staged=staged)
 
     def close(self) -> None:
         """Stops compiling what has not been needed yet."""
@@ -117,11 +152,9 @@ class Runner:
     def run(self, plan: Plan, shape: Shape) -> jax.Array:
         """Runs a step; returns its logits, decoding rows first, without waiting."""
         batch = self.layout.batch(plan, shape)
-        key = shape, self.has_window
-        if key not in self._steps:
-            self._submit([self._lower(shape)])
-        logits, self.cache, self.calibration = self._steps[key].result()(
-            self.params, self.cache, self.calibration, batch
+        step = self._compiled(shape, window=self.has_window).result()
+        logits, self.cache, self.calibration = step(
+            self.params, self.cache, self.calibration, batch, self._chosen
         )
         return logits
 
@@ -132,13 +165,25 @@ class Runner:
             some = np.full((_COPIES_PER_CALL, 2), -1, np.int32)
             part = copies[start : start + _COPIES_PER_CALL]
             some[: len(part)] = part
-            self.cache, self.calibration = self._copy(
-                self.cache, self.calibration, some
-            )
+            self._copy_some(some)
+
+    def _copy_some(self, copies: np.ndarray) -> None:
+        self.cache, self.calibration = self._copy(self.cache, self.calibration, copies)
 
     def choose(self, logits: jax.Array, rows: Rows, choice: Choice) -> Chosen:
-        """Chooses tokens and waits for them, and for the progress of the window."""
+        """Chooses tokens, without waiting; the next step finds them on the device."""
         chosen = self._chooser(logits, choice).result()(logits, rows)
+        # Where the steps were compiled to find it.
+        self._chosen = jax.device_put(chosen.token_ids, self._chosen.sharding)
+        for array in jax.tree.leaves(chosen):
+            array.copy_to_host_async()
+        return chosen
+
+    def read(self, chosen: Chosen) -> Chosen:
+        """Waits for what a step chose; inside the window, of the newest step alone.
+
+        Inside the window it reads the progress as well.
+        """
         if self.frozen:
             return jax.device_get(chosen)
         progress = self.calibration.tokens_seen, self.calibration.frozen
@@ -190,29 +235,38 @@ class Runner:
             digest.update(np.ascontiguousarray(array).tobytes())
         self.basis = digest.digest() if self.frozen else secrets.token_bytes(32)
 
-    def _lower(
-        self, shape: Shape, *, window: bool = True
-    ) -> tuple[tuple[Shape, bool], jax.stages.Lowered]:
+    def _lower(self, shape: Shape, *, window: bool) -> jax.stages.Lowered:
         state = self.calibration if window else replace(self.calibration, staged=None)
         batch = self.layout.batch(Plan(), shape)
-        key = shape, state.staged is not None
-        return key, self._step.lower(self.params, self.cache, state, batch)
+        return self._step.lower(self.params, self.cache, state, batch, self._chosen)
 
-    def _submit(
-        self, lowered: Iterable[tuple[tuple[Shape, bool], jax.stages.Lowered]]
-    ) -> None:
-        """Compiles in threads: much of a compilation runs on one core."""
-        for key, step in lowered:
-            if key not in self._steps:
-                self._steps[key] = self._threads.submit(step.compile)
+    def _compiled(self, shape: Shape, *, window: bool) -> Future:
+        """A step, compiled in a thread: much of a compilation runs on one core."""
+        key = shape, window
+        if key not in self._steps:
+            options = _GPU_OPTIONS if jax.default_backend() == "gpu" else None
+            lowered = self._lower(shape, window=window)
+            self._steps[key] = self._threads.submit(lowered.compile, options)
+        return self._steps[key]
+
+    def _compile(self, *, window: bool) -> None:
+        for shape in self.layout.shapes:
+            self._compiled(shape, window=window)
 
     def _chooser(self, logits: jax.Array, choice: Choice) -> Future:
-        num_rows = logits.shape[0]
-        key = num_rows, choice
+        num_rows, width = logits.shape[0], self.layout.max_rows
+        key = num_rows, width, choice
         if key not in self._choices:
-            lowered = choose.lower(logits, blank_rows(num_rows), choice=choice)
+            rows = blank_rows(num_rows)
+            lowered = choose.lower(logits, rows, choice=choice, width=width)
             self._choices[key] = self._threads.submit(lowered.compile)
         return self._choices[key]
+
+    def _compile_choices(
+        self, logits: Iterable[jax.Array], choices: Iterable[Choice]
+    ) -> None:
+        for x, choice in itertools.product(logits, choices):
+            self._chooser(x, choice)
 
 
 def blank_rows(num_rows: int) -> Rows:
@@ -224,6 +278,22 @@ def blank_rows(num_rows: int) -> Rows:
         temperatures=np.zeros(num_rows, np.float32),
         top_ps=np.ones(num_rows, np.float32),
     )
+
+
+def _after_chosen(step: StepFunction) -> Callable[..., Any]:
+    """A step whose rows of one token may begin with a token chosen just before.
+
+    Such a token is `~row` of what was chosen; see `Sequence.tokens`.
+    """
+
+    def prefill_step(params, cache, calibration, batch: MixedBatch, chosen):
+        decode, *prefill = batch.parts
+        ids = decode.token_ids
+        ids = jnp.where(ids < 0, chosen[jnp.maximum(~ids, 0)], ids)
+        parts = replace(decode, token_ids=ids), *prefill
+        return step(params, cache, calibration, replace(batch, parts=parts))
+
+    return prefill_step
 
 
 _reset = jax.jit(reset, donate_argnums=(0, 1))

@@ -110,6 +110,7 @@ class Scheduler:
         """Ends a sequence wherever it is; its pages are free at once."""
         if sequence in self.running:
             del self.running[sequence]
+            self._publish(sequence)
             self._release_pages(sequence)
         else:
             self.waiting.remove(sequence)
@@ -131,11 +132,13 @@ class Scheduler:
         return plan
 
     def advance(self, plan: Plan) -> None:
-        """Notes that a step has run: its tokens stand in their pages."""
+        """Notes that a step is under way: its tokens stand in their pages.
+
+        Whatever reads these pages is a later step.
+        """
         for chunk in plan.chunks():
             chunk.sequence.num_computed = chunk.stop
-            if self.prefix_sharing:
-                self._publish(chunk.sequence)
+            self._publish(chunk.sequence)
         for page in self._copied_from:
             self.pool.release(page)
         self._copied_from.clear()
@@ -148,7 +151,10 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _publish(self, sequence: Sequence) -> None:
-        full = sequence.num_computed // self.page_size
+        """Lets others find its full pages, as soon as their tokens are known."""
+        if not self.prefix_sharing:
+            return
+        full = min(sequence.num_computed, sequence.num_known) // self.page_size
         for index in range(sequence.num_published, full):
             key = sequence.key_of_page(index, self.page_size)
             self.pool.publish(sequence.pages[index], key)

@@ -17,7 +17,8 @@ class Sequence:
       request_id, index: whose it is.
       params: how to continue.
       seed: what its draws depend on, with its index.
-      tokens: prompt and new tokens.
+      tokens: prompt and new tokens. One that the device has still to choose is
+        negative: `~row`, of the newest step's rows.
       num_prompt: tokens of the prompt.
       max_len: length at which it ends.
       parent: the continuation of the same prompt whose pages it may take over.
@@ -47,11 +48,20 @@ class Sequence:
     @property
     def num_left(self) -> int:
         """Tokens that still have to go through the model; 1 while it decodes."""
-        return len(self.tokens) - self.num_computed
+        # The last token of all never does.
+        return min(len(self.tokens), self.max_len - 1) - self.num_computed
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose ids have been read from the device; the others follow."""
+        num_known = len(self.tokens)
+        while self.tokens[num_known - 1] < 0:
+            num_known -= 1
+        return num_known
 
     @property
     def num_new(self) -> int:
-        return len(self.tokens) - self.num_prompt
+        return self.num_known - self.num_prompt
 
     def key_of_page(self, page_index: int, page_size: int) -> PrefixKey:
         """Names the first pages of its tokens, `page_index` the last of them."""

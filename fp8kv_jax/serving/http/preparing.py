@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+import jax
+
 from fp8kv_jax.serving.engine import Engine
 from fp8kv_jax.serving.request import Request, SamplingParams
 
@@ -40,7 +42,9 @@ def preparation(prompts: Sequence[Sequence[int]]) -> Callable[[Engine], None]:
     """Compiles, and calibrates on prompts, before a server accepts requests."""
 
     def prepare(engine: Engine) -> None:
-        engine.warm_up()
+        # A GPU times kernels while it compiles, which requests would feel. On a CPU
+        # compiling takes minutes, of which requests can do without half.
+        engine.warm_up(background=jax.default_backend() == "cpu")
         if prompts:
             calibrate_on(engine, prompts)
 

@@ -137,6 +137,16 @@ def test_a_shared_prefix_is_computed_once():
     assert computed == 30 - 24 + 7
 
 
+def test_what_was_said_is_found_as_a_prefix():
+    engine = make_engine(dtype="float32")
+    prompt = prompt_of(30)
+    asked = ask(engine, prompt, max_tokens=11)
+    said = run_all(engine)[0][asked, 0]
+    # 40 tokens stand in five pages: the last of them was computed by the last step.
+    again = ask(engine, [*prompt, *said], max_tokens=1)
+    assert run_all(engine)[1][again, 0][0].num_cached_tokens == 40
+
+
 def test_another_salt_shares_nothing():
     engine = make_engine(dtype="float32")
     for salt in ("", "mine"):
@@ -194,6 +204,50 @@ def test_end_and_stop_tokens_end_a_continuation():
     assert last[1].finish_reason == "length"
     assert ids[asked[2], 0] == tokens[: tokens.index(stop) + 1]
     assert (last[2].finish_reason, last[2].stop_reason) == ("stop", stop)
+
+
+def test_a_step_is_read_while_the_next_one_runs():
+    engine = make_engine(dtype="float32")
+    ask(engine, prompt_of(9), max_tokens=3)
+    read = []
+    while engine.has_work:
+        tokens = [token for output in engine.step() for token in output.token_ids]
+        read.append((engine.stats().num_steps, len(tokens)))
+    # Three steps begun and three tokens read, one call apart.
+    assert read == [(1, 0), (2, 1), (3, 1), (3, 1)]
+
+
+def test_inside_the_window_a_step_is_read_before_the_next_one():
+    engine = make_engine(window=60)
+    ask(engine, prompt_of(9), max_tokens=3)
+    assert [len(engine.step()) for _ in range(3)] == [1, 1, 1]
+    assert not engine.has_work
+
+
+def test_what_has_ended_gets_nothing_from_the_step_under_way():
+    tokens = greedy_text()
+    cut = tokens[: tokens.index(tokens[4]) + 1]
+    engine = make_engine(dtype="float32", eos_ids={tokens[4]})
+    asked = ask(engine, prompt_of(9), max_tokens=12, ignore_eos=False)
+    other = ask(engine, prompt_of(9), max_tokens=12)
+    ids, outputs = run_all(engine)
+    assert ids[asked, 0] == cut
+    assert ids[other, 0] == tokens
+    assert outputs[asked, 0][-1].num_output_tokens == len(cut)
+    # The token that ends it went through the model: the host did not know yet.
+    assert engine.stats().num_computed_tokens == (9 + len(cut)) + (9 + 11)
+
+
+def test_new_weights_lose_no_token_of_the_step_under_way():
+    engine = make_engine(window=60)
+    ask(engine, prompt_of(56))
+    run_all(engine)
+    asked = ask(engine, prompt_of(9), max_tokens=6)
+    outputs = [*engine.step(), *engine.step()]
+    engine.reset()
+    _, rest = run_all(engine)
+    assert len(outputs) + len(rest[asked, 0]) == 6
+    assert rest[asked, 0][-1].num_output_tokens == 6
 
 
 def test_a_stop_string_ends_a_continuation_and_is_not_shown():
@@ -257,18 +311,21 @@ def test_the_budget_and_the_window_are_kept_and_the_window_is_given_back():
     assert not seen[-1].has_window
 
 
-def test_warm_up_is_not_observed_and_later_steps_compile_nothing():
+@pytest.mark.parametrize("background", [False, True])
+def test_warm_up_is_not_observed_and_later_steps_compile_nothing(background):
     with make_engine(window=60) as engine:
-        engine.warm_up()
+        engine.warm_up(greedy_only=background, background=background)
         assert engine.stats().tokens_seen == 0
         assert int(engine.calibration.batches_seen) == 0
         compiled = set(engine.runner._steps), set(engine.runner._choices)
+        futures = [*engine.runner._steps.values(), *engine.runner._choices.values()]
+        assert background or all(future.done() for future in futures)
+        options = {} if background else {"temperature": 1.0, "logprobs": 2}
         for seed in range(8):
-            ask(engine, prompt_of(25, seed), temperature=seed % 2, logprobs=2)
+            ask(engine, prompt_of(25, seed), **options)
         assert engine.stats().has_window
-        for compiled_later in (engine.runner._steps, engine.runner._choices):
-            for future in compiled_later.values():
-                future.result()
+        for future in futures:
+            future.result()
         run_all(engine)
         assert not engine.stats().has_window
         assert (set(engine.runner._steps), set(engine.runner._choices)) == compiled
@@ -285,7 +342,7 @@ def test_the_window_stays_until_the_steps_without_it_are_there():
         engine.step()
     assert engine.stats().frozen
     assert engine.stats().has_window
-    pending.set_result(engine.runner._lower(shape, window=False)[1].compile())
+    pending.set_result(engine.runner._lower(shape, window=False).compile())
     engine.step()
     assert not engine.stats().has_window
 

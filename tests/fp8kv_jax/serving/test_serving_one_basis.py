@@ -26,7 +26,7 @@ class Traffic:
         self.engine = self.watched.engine
         self.asked = []
         self.num_freezes = 0
-        self.num_loaded = 0
+        self.num_stopped = 0
 
     def add(self):
         length = int(self.rng.integers(1, 45))
@@ -41,6 +41,8 @@ class Traffic:
                 n=int(self.rng.choice([1, 1, 1, 2, 3])),
                 temperature=float(self.rng.choice([0, 20])),
                 seed=int(self.rng.integers(100)),
+                # Found a step late, when the pages have a row under way.
+                stop_ids=frozenset({7, 23, 42} if self.rng.random() < 0.3 else ()),
             )
         )
 
@@ -58,6 +60,7 @@ class Traffic:
         for output in self.engine.step():
             if output.finish_reason is not None and output.request_id in self.asked:
                 self.asked.remove(output.request_id)
+            self.num_stopped += output.finish_reason == "stop"
         self.num_freezes += self.engine.stats().frozen and not was_frozen
 
     def check(self):
@@ -138,6 +141,7 @@ def test_soak():
     assert stats.num_cached_tokens > 0
     assert host.num_loaded > 0
     assert traffic.num_freezes > 0
+    assert traffic.num_stopped > 0
     if num_requests >= 1000:
         # From the first quarter on, when all that is compiled is compiled.
         assert growth < 16
@@ -217,6 +221,17 @@ def test_row_13_new_weights_make_every_page_stale(watched):
     assert (stats.num_used_pages, stats.num_cached_pages) == (0, 0)
     finish(watched)
     assert watched.engine.stats().num_cached_tokens == 0
+
+
+def test_the_same_weights_can_calibrate_anew(watched):
+    freeze(watched)
+    ask(watched.engine, prompt_of(25), max_tokens=20)
+    for _ in range(4):
+        watched.engine.step()
+    watched.engine.reset()
+    assert not watched.engine.stats().frozen
+    freeze(watched)
+    assert watched.engine.stats().epoch == 3
 
 
 def test_cold_pages_come_back_from_the_host(watched):
