@@ -20,5 +20,8 @@ from fp8kv_jax.calibration import release_window as release_window
 from fp8kv_jax.calibration import reset as reset
 from fp8kv_jax.decode import Steps as Steps
 from fp8kv_jax.decode import make_steps as make_steps
+from fp8kv_jax.dense import dense_batch as dense_batch
 from fp8kv_jax.drift.telemetry import Telemetry as Telemetry
 from fp8kv_jax.drift.telemetry import init_telemetry as init_telemetry
+from fp8kv_jax.parallel import Placement as Placement
+from fp8kv_jax.parallel import place as place

@@ -10,7 +10,7 @@ A loop of any make calls these three inside its own `jit`:
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from fp8kv_jax import counters as counter
+from fp8kv_jax import sharded_ops
 from fp8kv_jax.batch import Batch, MixedBatch
 from fp8kv_jax.cache import PagedKVCache
 from fp8kv_jax.calibration import (
@@ -28,13 +29,11 @@ from fp8kv_jax.calibration import (
     window_is_complete,
 )
 from fp8kv_jax.drift import telemetry as drift
+from fp8kv_jax.parallel import Placement, check_step
 from fp8kv_jax.staging import copy_owners, disown_all, stage
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.fp8 import RowStatistics
-from pallas_kernels.kv_append import AppendPlan, kv_append, plan_append
-from pallas_kernels.kv_requantize import plan_requantize, requantize_staged
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.pages import copy_pages
+from pallas_kernels.kv_append import AppendPlan
 
 type Rows = Float[Array, "num_tokens num_kv_heads head_dim"]
 
@@ -57,6 +56,7 @@ class Step:
     rows: tuple[tuple[Rows, Rows] | None, ...] = ()
     statistics: tuple[tuple[RowStatistics, RowStatistics], ...] = ()
     counts: tuple[drift.RowCounts, ...] = ()
+    placement: Placement | None = field(default=None, metadata={"static": True})
 
 
 def begin_step(
@@ -65,6 +65,7 @@ def begin_step(
     batch: Batch | MixedBatch,
     *,
     implementation: Implementation | None = None,
+    placement: Placement | None = None,
 ) -> Step:
     """Copies the pages that the batch asks for and plans its writes.
 
@@ -73,9 +74,11 @@ def begin_step(
       calibration: scales and window; donate it too.
       batch: the new tokens.
       implementation: which kernels to use; None for the best that works.
+      placement: how heads, pages and sequences lie on a mesh; None for one device.
 
     Raises:
-      ValueError: if the batch has more tokens than the staged window has room for.
+      ValueError: if the batch has more tokens than the staged window has room for, or
+        does not divide evenly over the placement.
     """
     too_large = batch.num_tokens > calibration.max_tokens_per_step
     if calibration.staged is not None and too_large:
@@ -85,16 +88,28 @@ def begin_step(
             "window has no room for more. Split the prompt into smaller chunks, or "
             "raise max_tokens_per_step in init_calibration."
         )
+    check_step(placement, cache, batch)
     cache, calibration = apply_page_copies(
-        cache, calibration, batch.page_copies, implementation=implementation
+        cache,
+        calibration,
+        batch.page_copies,
+        implementation=implementation,
+        placement=placement,
     )
-    plan = plan_append(
+    plan = sharded_ops.plan_append(
+        placement,
         batch.slot_mapping.reshape(-1),
         num_pages=cache.num_pages,
         page_size=cache.page_size,
     )
     plan = lax.optimization_barrier(plan)
-    return Step(cache=cache, calibration=calibration, batch=batch, plan=plan)
+    return Step(
+        cache=cache,
+        calibration=calibration,
+        batch=batch,
+        plan=plan,
+        placement=placement,
+    )
 
 
 def apply_page_copies(
@@ -103,6 +118,7 @@ def apply_page_copies(
     page_copies: Int32[Array, "num_copies 2"],
     *,
     implementation: Implementation | None = None,
+    placement: Placement | None = None,
 ) -> tuple[PagedKVCache, CalibrationState]:
     """Copies pages of every layer, and who owns their slots in the window.
 
@@ -114,12 +130,15 @@ def apply_page_copies(
       calibration: likewise.
       page_copies: see `Batch`.
       implementation: which kernels to use; None for the best that works.
+      placement: see `begin_step`.
     """
     if not page_copies.shape[0]:
         return cache, calibration
-    source, destination = page_copies[:, 0], page_copies[:, 1]
+    page_copies = sharded_ops.possible_copies(placement, page_copies, cache.num_pages)
     pools = [
-        copy_pages(k, v, source, destination, implementation=implementation)
+        sharded_ops.copy_pages(
+            placement, k, v, page_copies, implementation=implementation
+        )
         for k, v in zip(cache.k_pages, cache.v_pages, strict=True)
     ]
     k_pages, v_pages = zip(*pools, strict=True)
@@ -178,14 +197,13 @@ def attend(
         }
     outs = []
     for part, part_q in _split_queries(step.batch, q):
-        out = paged_attention(
+        out = sharded_ops.paged_attention(
+            step.placement,
             part_q,
             k_pages,
             v_pages,
-            part.block_table,
-            part.seq_lens,
-            query_starts=part.query_starts,
-            **scales,
+            part,
+            scales,
             softmax_scale=softmax_scale,
             sliding_window=sliding_window,
             logit_soft_cap=logit_soft_cap,
@@ -233,18 +251,19 @@ def _append(
             "k_inv_scale": calibration.k_inv_scale[row],
             "v_inv_scale": calibration.v_inv_scale[row],
         }
-    k_pages, v_pages, statistics = kv_append(
+    k_pages, v_pages, statistics = sharded_ops.kv_append(
+        step.placement,
         k_pages,
         v_pages,
         k,
         v,
         step.plan,
-        **inverses,
+        inverses,
         statistics=row is not None,
         implementation=implementation,
     )
     step = replace(step, cache=_with_pools(cache, layer, k_pages, v_pages))
-    if row is None:
+    if row is None or statistics is None:
         return step
     step = replace(step, statistics=(*step.statistics, statistics))
     return _keep(step, layer, row, k, v)
@@ -270,7 +289,8 @@ def _count_rows(
     calibration = step.calibration
     rows = jnp.stack([*k, *v]).reshape(2, len(k), *k[0].shape)
     inv_scale = calibration.k_inv_scale[layers], calibration.v_inv_scale[layers]
-    return drift.count_rows(rows, jnp.stack(inv_scale), step.plan.real)
+    # Sums of integers: XLA may split them over a mesh as it likes.
+    return drift.count_rows(rows, jnp.stack(inv_scale), step.plan.real.reshape(-1))
 
 
 def _with_pools(cache: PagedKVCache, layer: int, k: Array, v: Array) -> PagedKVCache:
@@ -296,13 +316,25 @@ def end_step(
     Raises:
       ValueError: if some FP8 layer was not attended to.
     """
+    cache, calibration = _observe_and_freeze(step, implementation)
+    if step.placement is not None:
+        # Where they were when they came: the next step takes them without moving any.
+        cache = step.placement.constrain(cache)
+        calibration = step.placement.constrain(calibration)
+    return cache, calibration
+
+
+def _observe_and_freeze(
+    step: Step, implementation: Implementation | None
+) -> tuple[PagedKVCache, CalibrationState]:
     cache, calibration = step.cache, step.calibration
     if len(step.statistics) != len(calibration.fp8_layers):
         raise ValueError(
             f"Expected attend() for each FP8 layer {calibration.fp8_layers}, "
             f"got {len(step.statistics)} of {len(calibration.fp8_layers)}."
         )
-    num_dropped = counter.add(calibration.num_dropped, step.plan.num_dropped)
+    num_dropped = jnp.sum(step.plan.num_dropped, dtype=jnp.int32)
+    num_dropped = counter.add(calibration.num_dropped, num_dropped)
     calibration = replace(calibration, num_dropped=num_dropped)
     if not calibration.fp8_layers:
         return cache, calibration
@@ -323,14 +355,16 @@ def end_step(
             k_rows,
             v_rows,
             slots=step.batch.slot_mapping.reshape(-1),
-            real=step.plan.real,
+            real=step.plan.real.reshape(-1),
             num_staged=num_staged,
         )
         return cache, replace(calibration, staged=staged)
 
     def stage_and_freeze(cache: PagedKVCache, calibration: CalibrationState):
         cache, calibration = stage_batch(cache, calibration)
-        return _freeze_and_requantize(cache, calibration, implementation)
+        return _freeze_and_requantize(
+            cache, calibration, implementation, step.placement
+        )
 
     complete = window_is_complete(calibration)
     branch: Int32[Array, ""] = jnp.where(was_frozen, 0, jnp.where(complete, 2, 1))
@@ -340,9 +374,14 @@ def end_step(
 
 def _observe_batch(step: Step, calibration: CalibrationState) -> CalibrationState:
     """Folds what the layers saw into the calibration, and the telemetry if there is."""
-    k, v = jax.tree.map(lambda *x: jnp.stack(x), *step.statistics)
-    num_tokens = jnp.sum(step.plan.real, dtype=jnp.int32)
     telemetry = calibration.telemetry
+    heads = step.cache.k_pages[0].shape[1]
+    k, v = sharded_ops.merge_statistics(
+        step.placement,
+        jax.tree.map(lambda *x: jnp.stack(x), *step.statistics),
+        groups=calibration.k_amax.shape[1] if telemetry is None else heads,
+    )
+    num_tokens = jnp.sum(step.plan.real, dtype=jnp.int32)
     if telemetry is not None:
         telemetry = drift.observe(
             telemetry,
@@ -368,23 +407,27 @@ def _freeze_and_requantize(
     cache: PagedKVCache,
     calibration: CalibrationState,
     implementation: Implementation | None,
+    placement: Placement | None,
 ) -> tuple[PagedKVCache, CalibrationState]:
     """Rewrites every slot that owns a staged row at the scales that freeze now."""
     calibration = freeze(calibration)
     staged = calibration.staged
     assert staged is not None
-    plan = plan_requantize(staged.slot_owner, page_size=cache.page_size)
+    plan = sharded_ops.plan_requantize(
+        placement, staged.slot_owner, page_size=cache.page_size
+    )
     for index, layer in enumerate(calibration.calibrating_layers):
         row = calibration.row_of(layer)
-        pools = requantize_staged(
-            cache.k_pages[layer],
-            cache.v_pages[layer],
-            staged.k[index],
-            staged.v[index],
+        pools = sharded_ops.requantize_staged(
+            placement,
+            (cache.k_pages[layer], cache.v_pages[layer]),
+            (staged.k[index], staged.v[index]),
             staged.slot_owner,
             plan,
-            k_inv_scale=calibration.k_inv_scale[row],
-            v_inv_scale=calibration.v_inv_scale[row],
+            {
+                "k_inv_scale": calibration.k_inv_scale[row],
+                "v_inv_scale": calibration.v_inv_scale[row],
+            },
             implementation=implementation,
         )
         cache = _with_pools(cache, layer, *pools)

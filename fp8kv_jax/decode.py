@@ -9,6 +9,7 @@ from fp8kv_jax.attention import Step, attend, begin_step, end_step
 from fp8kv_jax.batch import Batch, MixedBatch
 from fp8kv_jax.cache import PagedKVCache
 from fp8kv_jax.calibration import CalibrationState
+from fp8kv_jax.parallel import Placement
 from pallas_kernels.dispatch import Implementation
 
 
@@ -58,7 +59,10 @@ class Steps(NamedTuple):
 
 
 def make_steps(
-    forward: Forward, *, implementation: Implementation | None = None
+    forward: Forward,
+    *,
+    implementation: Implementation | None = None,
+    placement: Placement | None = None,
 ) -> Steps:
     """Makes the steps of a serving loop from a model's forward function.
 
@@ -69,6 +73,8 @@ def make_steps(
     Args:
       forward: see `Forward`.
       implementation: which kernels to use; None for the best that works.
+      placement: how cache, state and batches lie on a mesh, which come and go as
+        `Placement.shardings` says; None for one device.
     """
 
     def attend_in(step: Step, layer: int, q: Array, k: Array, v: Array, **options: Any):
@@ -81,7 +87,13 @@ def make_steps(
         batch: Batch | MixedBatch,
         logits_at: Int32[Array, "num_seqs"] | None,
     ) -> tuple[Array, PagedKVCache, CalibrationState]:
-        step = begin_step(cache, calibration, batch, implementation=implementation)
+        step = begin_step(
+            cache,
+            calibration,
+            batch,
+            implementation=implementation,
+            placement=placement,
+        )
         logits, step = forward(
             params,
             batch.token_ids,

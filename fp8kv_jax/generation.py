@@ -28,10 +28,11 @@ import numpy as np
 
 from fp8kv_jax.batch import Batch
 from fp8kv_jax.block_table import BlockTable, make_batch
-from fp8kv_jax.cache import CacheConfig, init_cache
+from fp8kv_jax.cache import CacheConfig
 from fp8kv_jax.calibration import CalibrationConfig, init_calibration
 from fp8kv_jax.decode import Forward, make_steps
 from fp8kv_jax.drift.telemetry import Telemetry
+from fp8kv_jax.parallel import Placement, make_cache
 from fp8kv_jax.sampling import greedy, sample
 from fp8kv_jax.scales.scale_set import ScaleSet
 from pallas_kernels.dispatch import Implementation
@@ -148,6 +149,8 @@ class Generator:
         that prompts of new lengths compile nothing.
       telemetry: also count how live K and V fit final scales; see `telemetry`.
       implementation: which kernels to use; None for the best that works.
+      placement: how heads lie on a mesh without a data axis, where `params` lie
+        already; None for one device.
 
     Attributes:
       cache: the pools after the newest step.
@@ -172,11 +175,12 @@ class Generator:
         prefill_chunks: tuple[int, ...] = (16, 128),
         telemetry: bool = False,
         implementation: Implementation | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self.num_seqs = num_seqs
         self.max_seq_len = max_seq_len
         self.prefill_chunks = tuple(sorted(prefill_chunks))
-        self.cache = init_cache(cache_config)
+        self.cache = make_cache(cache_config, placement)
         self.calibration = init_calibration(
             calibration_config,
             cache_config,
@@ -184,10 +188,13 @@ class Generator:
             scales=scales,
             telemetry=telemetry,
         )
+        if placement is not None:
+            self.calibration = placement.put(self.calibration)
         self.tokens_seen = 0
         self.frozen_at: int | None = None
         self.timing = Timing()
         self._params = params
+        self._placement = placement
         self.calibrates = bool(self.calibration.calibrating_layers)
         self.window_tokens = calibration_config.window_tokens
         self._table = BlockTable(
@@ -196,7 +203,7 @@ class Generator:
             num_seqs=num_seqs,
             max_seq_len=max_seq_len,
         )
-        steps = make_steps(forward, implementation=implementation)
+        steps = make_steps(forward, implementation=implementation, placement=placement)
         self._step = jax.jit(steps.prefill_step, donate_argnums=(1, 2))
         self._compiled: dict[tuple[int, int], jax.stages.Compiled] = {}
 
@@ -280,8 +287,12 @@ class Generator:
         self._compiled |= self._compile(missing)
         for shape in shapes:
             logits = self._compiled[shape].out_info[0]
+            logits = jnp.zeros(logits.shape, logits.dtype)
+            if self._placement is not None:
+                where = self._compiled[shape].output_shardings[0]
+                logits = jax.device_put(logits, where)
             zeros = np.zeros(shape[0], np.int32)
-            run.choose(jnp.zeros(logits.shape, logits.dtype), zeros, zeros)
+            run.choose(logits, zeros, zeros)
         self.timing.compile_s += time.perf_counter() - started
 
     def _compile(

@@ -9,9 +9,10 @@ from jaxtyping import Array, Float32
 
 from fp8kv_jax.cache import PagedKVCache
 from fp8kv_jax.calibration import CalibrationState, Groups, is_scale, scale_of
+from fp8kv_jax.parallel import Placement
+from fp8kv_jax.sharded_ops import requantize_pages
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.fp8 import saturating_cast
-from pallas_kernels.kv_requantize import requantize_pages
 from pallas_kernels.pages.layout import as_bits, as_floats
 
 
@@ -75,6 +76,7 @@ def recalibrate(
     new: NewScales,
     *,
     implementation: Implementation | None = None,
+    placement: Placement | None = None,
 ) -> tuple[AddedError, PagedKVCache, CalibrationState]:
     """Moves a frozen cache to new scales, rewriting every page, in one transaction.
 
@@ -87,6 +89,7 @@ def recalibrate(
       state: donate it.
       new: from `moving_scales`, or anybody's.
       implementation: which kernels to use; None for the best that works.
+      placement: how heads and pages lie on a mesh; None for one device.
 
     Returns:
       The rounding error that the rewrite added, the cache and the state.
@@ -110,7 +113,7 @@ def recalibrate(
             v_live_amax=jnp.zeros_like(state.v_live_amax),
             epoch=state.epoch + 1,
         )
-        errors, cache = _rewrite_pools(cache, state, moved, implementation)
+        errors, cache = _rewrite_pools(cache, state, moved, implementation, placement)
         return errors, cache, moved
 
     def keep(
@@ -121,7 +124,11 @@ def recalibrate(
         )
         return none, cache, state
 
-    return lax.cond(state.frozen & jnp.all(good), rewrite, keep, cache, state)
+    moving = state.frozen & jnp.all(good)
+    errors, cache, state = lax.cond(moving, rewrite, keep, cache, state)
+    if placement is not None:
+        cache, state = placement.constrain((cache, state))
+    return errors, cache, state
 
 
 def _rewrite_pools(
@@ -129,6 +136,7 @@ def _rewrite_pools(
     old: CalibrationState,
     new: CalibrationState,
     implementation: Implementation | None,
+    placement: Placement | None,
 ) -> tuple[AddedError, PagedKVCache]:
     k_pages, v_pages = list(cache.k_pages), list(cache.v_pages)
     k_errors, v_errors = [], []
@@ -142,11 +150,14 @@ def _rewrite_pools(
             (*pools, k_errors[-1], v_errors[-1])
         )
         k_pages[layer], v_pages[layer] = requantize_pages(
-            *pools,
-            k_scale=old.k_scale[row],
-            v_scale=old.v_scale[row],
-            k_inv_scale=new.k_inv_scale[row],
-            v_inv_scale=new.v_inv_scale[row],
+            placement,
+            (pools[0], pools[1]),
+            {
+                "k_scale": old.k_scale[row],
+                "v_scale": old.v_scale[row],
+                "k_inv_scale": new.k_inv_scale[row],
+                "v_inv_scale": new.v_inv_scale[row],
+            },
             implementation=implementation,
         )
     cache = PagedKVCache(k_pages=tuple(k_pages), v_pages=tuple(v_pages))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from fp8kv_jax.cache import CacheConfig
 from fp8kv_jax.calibration import CalibrationConfig
 from fp8kv_jax.cli import options, report
+from fp8kv_jax.cli.devices import load_on
 from fp8kv_jax.cli.errors import UserError, checking_input
-from fp8kv_jax.cli.model import choose_dtype, encode_prompts, load
+from fp8kv_jax.cli.model import choose_dtype, encode_prompts
 from fp8kv_jax.cli.prompts import read_prompts
 from fp8kv_jax.cli.screen import Screen
 from fp8kv_jax.cli.static_scales import (
@@ -41,6 +42,7 @@ def generate(
     chat: options.Chat = False,
     model: options.Model = None,
     dtype: options.Dtype = None,
+    tensor_parallel_size: options.TensorParallelSize = 1,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -95,6 +97,7 @@ def generate(
             chat=chat,
             model=model,
             dtype=dtype,
+            tensor_parallel_size=tensor_parallel_size,
             kv_cache_dtype=kv_cache_dtype,
             high_precision_layers=high_precision_layers,
             page_size=page_size,
@@ -118,6 +121,7 @@ class _Request:
     chat: bool
     model: Path | None
     dtype: options.ComputeDtype | None
+    tensor_parallel_size: int
     kv_cache_dtype: options.KvCacheDtype
     high_precision_layers: tuple[int, ...]
     page_size: int
@@ -135,7 +139,7 @@ def _run(request: _Request) -> None:
     progress = _Progress()
     with Screen(progress.line) as screen:
         dtype = choose_dtype(request.dtype)
-        model = load(request.model, dtype)
+        model, placement = load_on(request.tensor_parallel_size, request.model, dtype)
         prompts = encode_prompts(model, request.texts, chat=request.chat)
         static, request = _with_scales(request, model)
         cache_config, max_seq_len = _plan_cache(request, model, dtype, prompts)
@@ -147,6 +151,7 @@ def _run(request: _Request) -> None:
             num_seqs=len(prompts),
             max_seq_len=max_seq_len,
             scales=static.scale_set if static else None,
+            placement=placement,
         )
         transcript = Transcript(
             request.texts,

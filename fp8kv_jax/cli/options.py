@@ -87,6 +87,15 @@ Dtype = Annotated[
         help="What the model computes in.",
     ),
 ]
+TensorParallelSize = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size",
+        metavar="N",
+        min=1,
+        help="Devices that share the weights and the KV heads.",
+    ),
+]
 CacheDtype = Annotated[
     KvCacheDtype,
     typer.Option("--kv-cache-dtype", help="auto is what the model computes in."),

@@ -14,9 +14,10 @@ from fp8kv_jax.cache import CacheConfig
 from fp8kv_jax.calibration import CalibrationConfig
 from fp8kv_jax.cli import options
 from fp8kv_jax.cli import serve_options as flags
+from fp8kv_jax.cli.devices import load_on
 from fp8kv_jax.cli.errors import UserError, checking_input, print_warning
 from fp8kv_jax.cli.identity import identify
-from fp8kv_jax.cli.model import choose_dtype, load
+from fp8kv_jax.cli.model import choose_dtype
 from fp8kv_jax.cli.screen import Screen
 from fp8kv_jax.cli.serve_state import Snapshots, read_calibration_prompts, read_key
 from fp8kv_jax.cli.static_scales import (
@@ -25,6 +26,7 @@ from fp8kv_jax.cli.static_scales import (
     follow_scales,
     load_scales,
 )
+from fp8kv_jax.parallel import Placement
 
 if TYPE_CHECKING:
     from fp8kv_jax.serving import Engine
@@ -45,6 +47,7 @@ def serve(
     api_key_file: flags.ApiKeyFile = None,
     served_model_name: flags.ServedName = None,
     dtype: options.Dtype = None,
+    tensor_parallel_size: options.TensorParallelSize = 1,
     max_num_seqs: flags.MaxNumSeqs = 32,
     max_model_len: flags.MaxModelLen = None,
     max_num_batched_tokens: flags.MaxNumBatchedTokens = None,
@@ -100,6 +103,7 @@ def serve(
         model=model,
         name=served_model_name,
         dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
         max_num_seqs=max_num_seqs,
         max_seq_len=max_model_len,
         max_tokens_per_step=max_num_batched_tokens,
@@ -139,6 +143,7 @@ class _Request:
     model: Path | None
     name: str | None
     dtype: options.ComputeDtype | None
+    tensor_parallel_size: int
     max_num_seqs: int
     max_seq_len: int | None
     max_tokens_per_step: int | None
@@ -181,13 +186,13 @@ def _run(request: _Request, bound: socket.socket) -> None:
     phase = "loading the model"
     with Screen(lambda: phase):
         dtype = choose_dtype(request.dtype)
-        model = load(request.model, dtype)
+        model, placement = load_on(request.tensor_parallel_size, request.model, dtype)
         prompts: list[list[int]] = []
         if request.calibration_prompts is not None:
             prompts = read_calibration_prompts(request.calibration_prompts, model)
         static, request = _with_scales(request, model)
         with checking_input():
-            engine = _make_engine(request, model, dtype, static)
+            engine = _make_engine(request, model, dtype, static, placement)
         snapshots = None
         if request.snapshot is not None:
             phase = "looking for a snapshot"
@@ -313,6 +318,7 @@ def _make_engine(
     model: "LoadedModel",
     dtype: options.ComputeDtype,
     static: StaticScales | None,
+    placement: Placement | None,
 ) -> "Engine":
     from fp8kv_jax.serving import Engine, EngineConfig
 
@@ -337,7 +343,9 @@ def _make_engine(
         high_precision_dtype=wide,
     )
     if request.num_pages is None:
-        cache = replace(cache, num_pages=_num_pages_that_fit(cache, max_seq_len))
+        cache = replace(
+            cache, num_pages=_num_pages_that_fit(cache, max_seq_len, placement)
+        )
     engine_config = EngineConfig(
         max_num_seqs=request.max_num_seqs,
         max_seq_len=max_seq_len,
@@ -355,17 +363,21 @@ def _make_engine(
         scales=static.scale_set if static else None,
         eos_ids=model.tokenizer.eos_ids,
         detokenizer=model.tokenizer.stream_decoder,
+        placement=placement,
     )
 
 
-def _num_pages_that_fit(cache: CacheConfig, max_seq_len: int) -> int:
-    """Pages for what the device has left; on a CPU, for a few full sequences."""
+def _num_pages_that_fit(
+    cache: CacheConfig, max_seq_len: int, placement: Placement | None
+) -> int:
+    """Pages for what a device has left; on a CPU, for a few full sequences."""
     per_sequence = -(-max_seq_len // cache.page_size)
     memory = jax.devices()[0].memory_stats()
     if not memory or "bytes_limit" not in memory:
         return _FULL_SEQUENCES_ON_CPU * per_sequence
     room = _POOL_SHARE * (memory["bytes_limit"] - memory["bytes_in_use"])
-    return max(1, int(room // (cache.bytes_per_token * cache.page_size)))
+    sharers = 1 if placement is None else placement.num_kv_splits
+    return max(1, int(sharers * room // (cache.bytes_per_token * cache.page_size)))
 
 
 def _identity(

@@ -26,13 +26,14 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from fp8kv_jax.cache import CacheConfig, init_cache
+from fp8kv_jax.cache import CacheConfig
 from fp8kv_jax.calibration import (
     CalibrationConfig,
     CalibrationState,
     init_calibration,
 )
 from fp8kv_jax.decode import Forward
+from fp8kv_jax.parallel import Placement, make_cache
 from fp8kv_jax.scales.scale_set import ScaleSet
 from fp8kv_jax.serving.choosing import Choice, Chosen
 from fp8kv_jax.serving.engine_config import EngineConfig, use_compilation_cache
@@ -75,6 +76,11 @@ class Engine:
         and `flush() -> str`; `Tokenizer.stream_decoder` is one. Without it, outputs
         hold no text and stop strings are refused.
       implementation: which kernels to use; None for the best that works.
+      placement: how heads lie on a mesh without a data axis, where `params` lie
+        already; None for one device.
+
+    Raises:
+      ValueError: if the placement has a data axis.
     """
 
     def __init__(
@@ -89,7 +95,14 @@ class Engine:
         eos_ids: Collection[int] = (),
         detokenizer: Callable[[], Detokenizer] | None = None,
         implementation: Implementation | None = None,
+        placement: Placement | None = None,
     ) -> None:
+        if placement is not None and placement.num_data > 1:
+            raise ValueError(
+                f"Expected a placement without a data axis, got {placement.num_data} "
+                "along it: run an engine for each replica, in a process of its own, "
+                "with one artifact of scales."
+            )
         if config.compilation_cache is not None:
             use_compilation_cache(config.compilation_cache)
         self.config = config
@@ -104,10 +117,11 @@ class Engine:
         self.runner = Runner(
             forward,
             params,
-            init_cache(cache_config),
+            make_cache(cache_config, placement),
             calibration,
             layout,
             implementation=implementation,
+            placement=placement,
         )
         self.host_pages = HostPages(config.host_pages, self.runner)
         offloads = config.host_pages > 0

@@ -21,6 +21,7 @@ from fp8kv_jax.batch import MixedBatch
 from fp8kv_jax.cache import PagedKVCache
 from fp8kv_jax.calibration import CalibrationState, release_window, reset
 from fp8kv_jax.decode import Forward, StepFunction, make_steps
+from fp8kv_jax.parallel import Placement
 from fp8kv_jax.serving.choosing import Choice, Chosen, Rows, choose
 from fp8kv_jax.serving.layout import Layout, Shape
 from fp8kv_jax.serving.scheduler import Plan
@@ -61,6 +62,7 @@ class Runner:
       calibration: scales and window, given up.
       layout: the shapes of steps.
       implementation: which kernels to use; None for the best that works.
+      placement: how heads lie on a mesh; None for one device. Parameters are there.
 
     Attributes:
       cache, calibration: as of the newest step.
@@ -78,20 +80,23 @@ class Runner:
         layout: Layout,
         *,
         implementation: Implementation | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self.params = params
-        self.cache = cache
-        self.calibration = calibration
+        self.placement = placement
         self.layout = layout
-        self._note_calibration()
-        step = make_steps(forward, implementation=implementation).prefill_step
+        self.replace_state(cache, calibration)
+        options: Any = {"implementation": implementation, "placement": placement}
+        step = make_steps(forward, **options).prefill_step
         self._step = jax.jit(_after_chosen(step), donate_argnums=(1, 2))
         # Tokens that the newest step chose, by row: the next one may begin with them.
         self._chosen = jnp.zeros((layout.max_rows,), jnp.int32)
-        copy = functools.partial(apply_page_copies, implementation=implementation)
+        if placement is not None:
+            self._chosen = placement.put_replicated(self._chosen)
+        copy = functools.partial(_copy_pages, **options)
         self._copy = jax.jit(copy, donate_argnums=(0, 1))
         self._steps: dict[tuple[Shape, bool], Future] = {}
-        self._choices: dict[tuple[int, int, Choice], Future] = {}
+        self._choices: dict[tuple[int, int, Choice, jax.sharding.Sharding], Future] = {}
         self._threads = ThreadPoolExecutor(max_workers=os.cpu_count())
 
     @property
@@ -204,11 +209,15 @@ class Runner:
     def reset(self, params: Any | None) -> None:
         """Takes new weights, empties the pools and calibrates anew."""
         self.params = self.params if params is None else params
-        self.cache, self.calibration = _reset(self.cache, self.calibration)
+        self.cache, self.calibration = _reset(
+            self.cache, self.calibration, placement=self.placement
+        )
         self._note_calibration()
 
     def replace_state(self, cache: PagedKVCache, calibration: CalibrationState) -> None:
-        """Goes on with pools and scales from elsewhere."""
+        """Goes on with pools and scales from elsewhere, and puts them in place."""
+        if self.placement is not None:
+            cache, calibration = self.placement.put((cache, calibration))
         self.cache, self.calibration = cache, calibration
         self._note_calibration()
 
@@ -219,7 +228,11 @@ class Runner:
     def load_page(self, page: int, saved: SavedPage) -> None:
         """Writes a page that was saved at the basis of now."""
         self.cache, self.calibration = _write_page(
-            self.cache, self.calibration, np.int32(page), saved
+            self.cache,
+            self.calibration,
+            np.int32(page),
+            saved,
+            placement=self.placement,
         )
 
     def _note_calibration(self) -> None:
@@ -255,7 +268,8 @@ class Runner:
 
     def _chooser(self, logits: jax.Array, choice: Choice) -> Future:
         num_rows, width = logits.shape[0], self.layout.max_rows
-        key = num_rows, width, choice
+        # On a mesh the words of a row may lie on several devices.
+        key = num_rows, width, choice, logits.sharding
         if key not in self._choices:
             rows = blank_rows(num_rows)
             lowered = choose.lower(logits, rows, choice=choice, width=width)
@@ -296,7 +310,37 @@ def _after_chosen(step: StepFunction) -> Callable[..., Any]:
     return prefill_step
 
 
-_reset = jax.jit(reset, donate_argnums=(0, 1))
+type _State = tuple[PagedKVCache, CalibrationState]
+
+
+def _in_place(placement: Placement | None, state: _State) -> _State:
+    """Keeps what a step takes where it was compiled to take it."""
+    return state if placement is None else placement.constrain(state)
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1), static_argnames="placement")
+def _reset(
+    cache: PagedKVCache, calibration: CalibrationState, *, placement: Placement | None
+) -> _State:
+    return _in_place(placement, reset(cache, calibration))
+
+
+def _copy_pages(
+    cache: PagedKVCache,
+    calibration: CalibrationState,
+    copies: Int32[Array, "num_copies 2"],
+    *,
+    implementation: Implementation | None,
+    placement: Placement | None,
+) -> _State:
+    state = apply_page_copies(
+        cache,
+        calibration,
+        copies,
+        implementation=implementation,
+        placement=placement,
+    )
+    return _in_place(placement, state)
 
 
 @jax.jit
@@ -316,13 +360,15 @@ def _read_page(
     )
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1))
+@functools.partial(jax.jit, donate_argnums=(0, 1), static_argnames="placement")
 def _write_page(
     cache: PagedKVCache,
     calibration: CalibrationState,
     page: Int32[Array, ""],
     saved: SavedPage,
-) -> tuple[PagedKVCache, CalibrationState]:
+    *,
+    placement: Placement | None,
+) -> _State:
     def write(pages: Array, new: Array | np.ndarray) -> Array:
         return jax.lax.dynamic_update_index_in_dim(pages, new, page, axis=0)
 
@@ -340,4 +386,4 @@ def _write_page(
         k_pages=tuple(map(write, cache.k_pages, saved.k)),
         v_pages=tuple(map(write, cache.v_pages, saved.v)),
     )
-    return cache, replace(calibration, staged=staged)
+    return _in_place(placement, (cache, replace(calibration, staged=staged)))

@@ -156,11 +156,11 @@ def check_page_copies(
         )
 
 
-def pages_sharding(mesh_axis: str) -> PartitionSpec:
-    """Gives the sharding of either pool: KV heads over one mesh axis.
+def pages_sharding(heads_axis: str, pages_axis: str | None = None) -> PartitionSpec:
+    """Gives the sharding of either pool: KV heads over one mesh axis, pages over one.
 
     Example:
       >>> pages_sharding("heads") == PartitionSpec(None, "heads", None, None)
       True
     """
-    return PartitionSpec(None, mesh_axis, None, None)
+    return PartitionSpec(pages_axis, heads_axis, None, None)

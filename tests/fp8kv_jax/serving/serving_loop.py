@@ -39,24 +39,30 @@ def make_engine(
     scales=None,
     eos_ids=(),
     detokenizer=None,
+    placement=None,
     **sizes,
 ) -> Engine:
     config = EngineConfig(**(SIZES | sizes))
+    params = tiny_model.init_params() if params is None else params
+    if placement is not None:
+        params = placement.put_replicated(params)
     engine = Engine(
         forward,
-        tiny_model.init_params() if params is None else params,
+        params,
         tiny_model.cache_config(num_pages=num_pages, page_size=PAGE_SIZE, dtype=dtype),
         fp8kv.CalibrationConfig(window_tokens=window, granularity=granularity),
         config,
         scales=scales,
         eos_ids=eos_ids,
         detokenizer=detokenizer,
+        placement=placement,
     )
     layout = engine.runner.layout
     kind = forward, num_pages, dtype, window, granularity, scales, tuple(layout.shapes)
-    steps = _compiled.setdefault((*kind, layout.chunk, layout.pages_per_seq), {})
+    kind = *kind, layout.chunk, layout.pages_per_seq, placement
+    steps = _compiled.setdefault(kind, {})
     engine.runner._steps = steps
-    engine.runner._choices = _compiled.setdefault("choices", {})
+    engine.runner._choices = _compiled.setdefault(("choices", placement), {})
     return engine
 
 
