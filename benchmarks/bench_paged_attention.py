@@ -48,7 +48,7 @@ def _row(label: str, case: Case, name: Implementation) -> dict[str, Any]:
     attend = functools.partial(
         paged_attention, implementation=name, **arrays, **case.options
     )
-    error = _error(attend, (q, k_pages, v_pages, *rest))
+    errors = _errors(attend, (q, k_pages, v_pages, *rest))
     pools = cold_copies((k_pages, v_pages))
     calls = [functools.partial(attend, q, *pair, *rest) for pair in pools]
     # Tokens, KV heads, elements, K and V, bytes of an element.
@@ -56,7 +56,7 @@ def _row(label: str, case: Case, name: Implementation) -> dict[str, Any]:
     product = (_tokens_read(case), case.num_kv_heads, case.head_dim, 2, itemsize)
     repeats = 20 if name == "mosaic_gpu" else 4
     row = timed_row("paged_attention", label, name, calls, product, repeats=repeats)
-    return row | {"relative_error": error}
+    return row | errors
 
 
 def _tokens_read(case: Case) -> int:
@@ -64,10 +64,26 @@ def _tokens_read(case: Case) -> int:
     return sum(min(n, window + case.num_queries - 1) for n in case.seq_lens)
 
 
-def _error(attend: Any, args: tuple[jax.Array, ...]) -> float:
-    want = np.asarray(attend(*args, implementation="xla"), np.float32)
-    got = np.asarray(attend(*args), np.float32)
-    error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
-    if not error <= TOLERANCE:
-        raise AssertionError(f"Expected an error within {TOLERANCE}, got {error}.")
-    return error
+def _errors(attend: Any, args: tuple[jax.Array, ...]) -> dict[str, float]:
+    """Compares with float32 attention on the dequantized values.
+
+    Once as the timed call returns it, and once by a call with the same queries in
+    float32, whose outputs are float32 too: the kernel's own error, without that of
+    rounding the output to BF16, which any kernel has.
+    """
+    q, *rest = args
+    wide = q.astype(jnp.float32)
+    want = np.asarray(attend(wide, *rest, implementation="xla"))
+    errors = {
+        "relative_error": _relative_error(attend(q, *rest), want),
+        "relative_error_float32_output": _relative_error(attend(wide, *rest), want),
+    }
+    for name, error in errors.items():
+        if not error <= TOLERANCE:
+            raise AssertionError(f"Expected {name} within {TOLERANCE}, got {error}.")
+    return errors
+
+
+def _relative_error(got: jax.Array, want: np.ndarray) -> float:
+    difference = np.asarray(got, np.float32) - want
+    return float(np.linalg.norm(difference) / np.linalg.norm(want))

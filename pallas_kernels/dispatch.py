@@ -61,10 +61,20 @@ def lazily(module: str, name: str) -> Callable[..., Any]:
 
 def targets_hopper() -> bool:
     """Says whether code traced now is for an NVIDIA GPU of compute capability 9.0."""
+    device = _target()
+    if isinstance(device, jax.sharding.AbstractDevice):
+        return device.device_kind.startswith(("NVIDIA H100", "NVIDIA H200"))
+    return device.platform == "gpu" and device.compute_capability == "9.0"
+
+
+def device_kind() -> str:
+    """Names the kind of device that code traced now is for."""
+    return _target().device_kind
+
+
+def _target() -> jax.Device | jax.sharding.AbstractDevice:
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
-        return abstract.device_kind.startswith(("NVIDIA H100", "NVIDIA H200"))
+        return abstract
     device = jax.config.jax_default_device or jax.devices()[0]
-    if isinstance(device, str):
-        device = jax.devices(device)[0]
-    return device.platform == "gpu" and device.compute_capability == "9.0"
+    return jax.devices(device)[0] if isinstance(device, str) else device

@@ -38,17 +38,18 @@ def kv_append(
     """
     _check_served(k_pages, k)
     if config is None:
-        config = choose_config(*k.shape[:2])
+        geometry = PageGeometry(*k_pages.shape)
+        config = choose_config(k.shape[0], geometry, k_pages.dtype)
     # A kernel writes a ref in place; an array it would have to copy first.
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)
     arguments = (k_ref, v_ref, k, v, plan, inv_scales)
     keywords = {"statistics": statistics, "config": config, "interpret": interpret}
-    partials: list[Any] = []
-    if plan.page_items.shape[0] > 0:
-        partials.append(append_pages(*arguments, **keywords))
-    partials.append(append_tokens(*arguments, **keywords))
-    merged = stats.merge(partials) if statistics else None
-    return k_ref[...], v_ref[...], merged
+    if plan.page_items.shape[0] == 0:
+        both = append_tokens(*arguments, **keywords)
+    else:
+        partials = append_pages(*arguments, **keywords)
+        both = partials and stats.merge(*partials, interpret=interpret)
+    return k_ref[...], v_ref[...], both
 
 
 def _check_served(k_pages: KPages, k: Rows) -> None:

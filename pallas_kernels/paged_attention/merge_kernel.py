@@ -12,12 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.config import Config
 from pallas_kernels.paged_attention.layouts import HALF_ROW
 from pallas_kernels.paged_attention.problem import Problem
-from pallas_kernels.paged_attention.schedule import num_splits, span_of
+from pallas_kernels.paged_attention.schedule import span_of
 from pallas_kernels.paged_attention.split_consumer import WEIGHT_SCALE
 
 I32 = jnp.int32
-# Splits read at once: enough loads in flight to cover their latency.
-_SPLITS_AT_ONCE = 16
+# Splits read at once: enough loads in flight to cover their latency, and no more than
+# a head has, where all sequences are of one length.
+_MIN_AT_ONCE, _MAX_AT_ONCE = 4, 16
 # Below the floor of the split kernel, so that any split outweighs no split.
 _NO_SPLIT, _START = -3e38, -2e38
 
@@ -28,6 +29,7 @@ def merge_splits(
     out_ref: Any,
     max_ref: Any,
     sum_ref: Any,
+    places_ref: Any,
     seq_lens_ref: Any,
     query_starts_ref: Any | None,
     v_scale_ref: Any | None,
@@ -37,28 +39,28 @@ def merge_splits(
     p = problem
     seq, head, row = (lax.axis_index(name) for name in ("seq", "head", "row"))
     span = span_of(p, seq_lens_ref, query_starts_ref, seq)
-    count = num_splits(p, config, span)
-    at_once = min(config.max_splits(p), _SPLITS_AT_ONCE)
+    first, last = places_ref[0, seq, head], places_ref[1, seq, head]
+    # The places of a head without tokens were never written.
+    count = jnp.where(span.end > 0, last - first + 1, 0)
+    at_once = _splits_at_once(p, config)
     # 128 threads hold 64 elements in copies: the default layouts start at 128.
     layout = None if p.head_dim % 128 == 0 else HALF_ROW
 
     def load_out(split):
         if layout is None:
-            return out_ref[seq, head, split, row]
-        return plgpu.load(
-            out_ref.at[seq, head, split, row], layout=layout, optimized=False
-        )
+            return out_ref[split, row]
+        return plgpu.load(out_ref.at[split, row], layout=layout, optimized=False)
 
     def step(i, carry):
         acc, largest, total = carry
         splits = [i * at_once + u for u in range(at_once)]
-        within = [jnp.minimum(s, count - 1) for s in splits]
+        places = [jnp.minimum(first + s, last) for s in splits]
         maxima = [
-            jnp.where(s < count, max_ref[seq, head, w, row], _NO_SPLIT)
-            for s, w in zip(splits, within, strict=True)
+            jnp.where(s < count, max_ref[place, row], _NO_SPLIT)
+            for s, place in zip(splits, places, strict=True)
         ]
-        sums = [sum_ref[seq, head, w, row] for w in within]
-        outs = [load_out(w) for w in within]
+        sums = [sum_ref[place, row] for place in places]
+        outs = [load_out(place) for place in places]
         new_largest = functools.reduce(jnp.maximum, maxima, largest)
         rescale = jnp.exp2(largest - new_largest)
         factors = [jnp.exp2(m - new_largest) for m in maxima]
@@ -89,6 +91,13 @@ def merge_splits(
     @pl.when(jnp.logical_not(real))
     def _():
         merged_ref[seq, query, head, member] = zeros.astype(p.q_dtype)
+
+
+def _splits_at_once(problem: Problem, config: Config) -> int:
+    heads = problem.num_seqs * problem.num_kv_heads
+    expected = -(-config.num_blocks // heads) + 1
+    expected = max(_MIN_AT_ONCE, min(expected, _MAX_AT_ONCE))
+    return min(expected, config.max_splits(problem))
 
 
 def _dot(factors: list[Any], terms: list[Any]) -> Any:

@@ -9,11 +9,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import device_kind
 from pallas_kernels.fp8 import FP8_DTYPE
 from pallas_kernels.paged_attention.config import (
     SHARED_MEMORY_PER_BLOCK,
     Config,
-    heuristic_config,
+    pick_config,
 )
 from pallas_kernels.paged_attention.merge_kernel import merge_splits
 from pallas_kernels.paged_attention.prefill_mosaic_gpu import prefill_mosaic_gpu
@@ -52,7 +53,7 @@ def paged_attention_mosaic_gpu(
     `seq_lens` makes live. Arguments as in `paged_attention`, and:
 
     Args:
-      config: tuning; by heuristic if None.
+      config: tuning; if None, of the table or by heuristic.
       interpret: parameters of the GPU interpreter, for tests without a GPU.
 
     Raises:
@@ -80,7 +81,7 @@ def paged_attention_mosaic_gpu(
             v_scale=v_scale,
             interpret=interpret,
         )
-    config = config or heuristic_config(problem)
+    config = config or pick_config(problem, device_kind())
     if config.shared_memory(problem) > SHARED_MEMORY_PER_BLOCK:
         raise NotImplementedError(
             f"mosaic_gpu needs {config.shared_memory(problem)} bytes of shared memory "
@@ -117,22 +118,17 @@ def _check_served(problem: Problem) -> None:
 def _attend_to_splits(
     problem: Problem, config: Config, operands: tuple, sequences: tuple, interpret: Any
 ) -> tuple[jax.Array, ...]:
-    """Launches the split kernel: unnormalised outputs, largest logits and sums."""
+    """Launches the split kernel: outputs, largest logits, sums, and their places."""
     p = problem
-    per_split = (p.num_seqs, p.num_kv_heads, config.max_splits(p))
-    out_type = [
-        jax.ShapeDtypeStruct((*per_split, *shape), jnp.float32)
-        for shape in ((p.num_rows, p.head_dim), (p.num_columns,), (p.num_columns,))
-    ]
+    num_places = config.num_places(p)
+    shapes = ((p.num_rows, p.head_dim), (p.num_columns,), (p.num_columns,))
+    out_type = [jax.ShapeDtypeStruct((num_places, *s), jnp.float32) for s in shapes]
+    places = jax.ShapeDtypeStruct((2, p.num_seqs, p.num_kv_heads), jnp.int32)
     present, unpack = _optional(*operands, *sequences)
 
     def paged_attention_splits(*refs):
-        q, k, v, table, k_scale, seq_lens, query_starts = unpack(refs)
-        *rest, weights_and_out, full, free, q_full, q_free = refs[len(present) :]
-        barriers = (full, free, q_full, q_free)
-        kernel_refs = SplitRefs._make(
-            (q, k, v, table, k_scale, *rest, *weights_and_out, *barriers)
-        )
+        *arrays, seq_lens, query_starts = unpack(refs)
+        kernel_refs = SplitRefs.of(p, arrays, list(refs[len(present) :]))
 
         def get_span(seq):
             return span_of(p, seq_lens, query_starts, seq)
@@ -149,7 +145,7 @@ def _attend_to_splits(
 
     return plgpu.kernel(
         paged_attention_splits,
-        out_type=out_type,
+        out_type=[*out_type, places],
         scratch_types=scratch_types(p, config),
         grid=(config.num_blocks,),
         grid_names=("block",),
@@ -174,9 +170,9 @@ def _merge(
     present, unpack = _optional(*splits, *sequences, v_scale)
 
     def paged_attention_merge(*refs):
-        out, out_max, out_sum, seq_lens, query_starts, scale = unpack(refs)
-        inputs = (out, out_max, out_sum, seq_lens, query_starts, scale)
-        merge_splits(p, config, *inputs, refs[-1])
+        out, out_max, out_sum, places, seq_lens, query_starts, scale = unpack(refs)
+        splits = (out, out_max, out_sum, places)
+        merge_splits(p, config, *splits, seq_lens, query_starts, scale, refs[-1])
 
     return plgpu.kernel(
         paged_attention_merge,

@@ -62,25 +62,24 @@ class Problem:
         return self.num_columns * (2 if self.fp8 else 1)
 
     @property
-    def swizzle(self) -> int:
-        """Bytes of a row of shared memory, of K as of V tiles: one ring serves both."""
-        row = min(self.head_dim, self.page_size) * self.itemsize
-        return min(_MAX_SWIZZLE_BYTES, row)
+    def k_chunk(self) -> int:
+        """Elements of a row of shared memory of K: of one token."""
+        return min(_MAX_SWIZZLE_BYTES // self.itemsize, self.head_dim)
 
     @property
-    def chunk(self) -> int:
-        """Elements of a row of shared memory."""
-        return self.swizzle // self.itemsize
+    def v_chunk(self) -> int:
+        """Elements of a row of shared memory of V: tokens of one page."""
+        return min(_MAX_SWIZZLE_BYTES // self.itemsize, self.page_size)
 
-    @property
-    def tile_shape(self) -> tuple[int, int]:
-        """A page of one head in shared memory: chunks of columns below each other."""
-        return self.page_size * self.head_dim // self.chunk, self.chunk
+    def tile_shape(self, chunk: int, tokens: int) -> tuple[int, int]:
+        """Tokens of one head in shared memory: chunks of columns below each other."""
+        return tokens * self.head_dim // chunk, chunk
 
-    @property
-    def copies_per_tile(self) -> int:
+    def copies_per_tile(self, pages: int) -> int:
         """Copies that fill a tile; equal for K and V, whose barriers they share."""
-        return max(self.head_dim, self.page_size) // self.chunk
+        k_copies = self.head_dim // self.k_chunk
+        v_copies = self.page_size // self.v_chunk
+        return pages * max(k_copies, v_copies)
 
     @property
     def max_tokens(self) -> int:

@@ -8,6 +8,7 @@ and the two halves of the result are added as `high + low / 16`: about the accur
 of BF16 at the cost of FP8.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from pallas_kernels.fp8 import FP8_MAX
 from pallas_kernels.paged_attention.config import Config
 from pallas_kernels.paged_attention.layouts import PRODUCT, PRODUCT_TRANSPOSED, ROWS
 from pallas_kernels.paged_attention.problem import Problem
-from pallas_kernels.paged_attention.schedule import WorkItem, for_each_item
+from pallas_kernels.paged_attention.schedule import Share, WorkItem, for_each_item
 from pallas_kernels.paged_attention.split_refs import SplitRefs
 
 I32 = jnp.int32
@@ -32,6 +33,9 @@ _LOW_PART = 16.0
 WEIGHT_SCALE = 256.0
 # Below any logit, above -inf: `-inf - _FLOOR` is -inf, `-inf - -inf` would be NaN.
 _FLOOR = -1e30
+# Logits multiplied at once, high and low parts: 16 registers of each thread.
+_LOGITS_AT_ONCE = 16 * 128
+_COLUMNS_AT_ONCE = 8
 # Rows of V cleared at once: few, because all of them cost every loop its registers.
 _ZEROED_AT_ONCE = 16
 
@@ -45,38 +49,62 @@ def _store(ref: Any, x: jax.Array) -> None:
         ref[...] = x
 
 
+def _store_by_columns(ref: Any, parts: tuple[jax.Array, ...]) -> None:
+    size = ref.shape[0] // len(parts)
+    for i, part in enumerate(parts):
+        _store(ref.at[pl.ds(i * size, size)], part)
+
+
 def consume(
     problem: Problem, config: Config, refs: SplitRefs, get_span: Any, block: jax.Array
 ) -> None:
-    """Computes the unnormalised output, largest logit and sum of this block's items."""
-    p = problem
-    # Token within its tile, less its column's query: all queries share one bound.
-    offset = plgpu.broadcasted_iota(
-        I32, (p.page_size, p.num_columns), 0, layout=PRODUCT
-    )
+    """Computes the unnormalised output, largest logit and sum of this block's splits."""
+    p, shape = problem, (_rows_at_once(problem, config), problem.num_columns)
+    # Token among its rows, less its column's query: all queries share one bound.
+    offset = plgpu.broadcasted_iota(I32, shape, 0, layout=PRODUCT)
     if p.num_queries > 1:
-        column = plgpu.broadcasted_iota(
-            I32, (p.page_size, p.num_columns), 1, layout=PRODUCT
-        )
+        column = plgpu.broadcasted_iota(I32, shape, 1, layout=PRODUCT)
         query = lax.div(column, I32(p.group_size))
         offset = offset - jnp.minimum(query, p.num_queries - 1)
-    attend = _attend_two_pass if config.two_pass else _attend_online
 
     def consume_item(count: jax.Array, item: WorkItem, used: jax.Array) -> jax.Array:
+        _store_place(refs, item)
         constant = _load_queries(p, refs, item, lax.rem(count, I32(2)))
         tiles = _Tiles(p, config, refs, item, constant, used, offset)
-        out, largest, total = attend(tiles)
+        out, largest, totals = _attend(tiles)
         out = plgpu.layout_cast(out, PRODUCT_TRANSPOSED)
         _store(refs.out_smem.transpose((1, 0)), out)
-        at = (item.seq, item.head, item.split)
-        _store(refs.out_max.at[at], largest)
-        _store(refs.out_sum.at[at], total)
+        _store(refs.out_max.at[item.place], largest)
+        _store_by_columns(refs.out_sum.at[item.place], totals)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(refs.out_smem.at[pl.ds(0, p.num_rows)], refs.out.at[at])
+        plgpu.copy_smem_to_gmem(
+            refs.out_smem.at[pl.ds(0, p.num_rows)], refs.out.at[item.place]
+        )
         return used + 2 * item.num_tiles
 
-    for_each_item(p, config, get_span, block, consume_item)
-    plgpu.wait_smem_to_gmem(0)
+    # Found once for both warpgroups, which would take each other's issue slots.
+    plgpu.barrier_wait(refs.share_full)
+    share = Share._make(refs.share_smem[i] for i in range(len(Share._fields)))
+    for_each_item(p, config, get_span, block, share, consume_item, I32(0))
+    # Read is enough: the end of the launch waits for the writes.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _store_place(refs: SplitRefs, item: WorkItem) -> None:
+    """Says where the splits of a head begin and end, for the merge."""
+    for i, is_mine in enumerate((item.is_first, item.is_last)):
+
+        @pl.when(is_mine)
+        def _(i=i):
+            refs.places[i, item.seq, item.head] = item.place
+
+
+def _rows_at_once(problem: Problem, config: Config) -> int:
+    """Keys of a tile that are multiplied at once, as many as registers allow."""
+    tokens = config.tile_tokens(problem)
+    if config.tiles_per_pass == 1:
+        return tokens
+    return min(tokens, max(64, _LOGITS_AT_ONCE // problem.operand_rows))
 
 
 def _load_queries(
@@ -93,7 +121,6 @@ def _load_queries(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     q = plgpu.load(refs.q_raw_smem.at[slot], layout=ROWS, optimized=False)
     q = q.astype(jnp.float32)
-    plgpu.barrier_arrive(refs.q_free.at[slot])
     row = plgpu.broadcasted_iota(I32, (p.num_columns, p.head_dim), 0, layout=ROWS)
     # Padding may hold anything, and must not touch the maximum below.
     real = row < p.num_rows
@@ -115,6 +142,8 @@ def _load_queries(
     else:
         refs.q_smem[...] = q.astype(p.pool_dtype)
     plgpu.commit_smem()
+    # After the fence: what overwrites the slot is a copy, in another proxy.
+    plgpu.barrier_arrive(refs.q_free.at[slot])
     return constant
 
 
@@ -133,7 +162,11 @@ class _Tiles(NamedTuple):
     item: WorkItem
     constant: jax.Array  # product -> logit in base 2
     used: jax.Array  # tiles used by earlier items: gives the place in the ring
-    offset: jax.Array  # [page_size, num_columns] token in its tile, less its query
+    offset: jax.Array  # [rows at once, num_columns] token, less its column's query
+
+    @property
+    def num_tokens(self) -> int:
+        return self.config.tile_tokens(self.problem)
 
     @property
     def logit_factor(self) -> jax.Array:
@@ -144,61 +177,62 @@ class _Tiles(NamedTuple):
     def slot(self, i: jax.Array) -> jax.Array:
         return lax.rem(self.used + i, I32(self.config.num_stages))
 
-    def logits(self, i: jax.Array, tile: jax.Array) -> jax.Array:
-        """Multiplies the keys in the i-th tile with the queries; -inf if not seen."""
-        p, refs, slot = self.problem, self.refs, self.slot(i)
-        plgpu.barrier_wait(refs.full.at[slot])
+    def logits(self, slot: jax.Array, tile: jax.Array, row: int, rows: int):
+        """Multiplies some keys of a tile with the queries; -inf where not seen."""
+        p, refs = self.problem, self.refs
 
         def product(acc_ref):
-            for u in range(p.head_dim // p.chunk):
+            for u in range(p.head_dim // p.k_chunk):
+                columns = pl.ds(u * p.k_chunk, p.k_chunk)
                 plgpu.wgmma(
                     acc_ref,
-                    refs.ring_smem.at[slot, pl.ds(u * p.page_size, p.page_size)],
-                    refs.q_smem.at[:, pl.ds(u * p.chunk, p.chunk)].transpose((1, 0)),
+                    refs.k_smem.at[slot, pl.ds(u * self.num_tokens + row, rows)],
+                    refs.q_smem.at[:, columns].transpose((1, 0)),
                 )
             return acc_ref[...]
 
-        acc = plgpu.ACC((p.page_size, p.operand_rows), jnp.float32)
+        acc = plgpu.ACC((rows, p.operand_rows), jnp.float32)
         x = self.combine(pl.run_scoped(product, acc))
-        plgpu.barrier_arrive(refs.free.at[slot])
         cap = p.logit_soft_cap
         if cap is not None:
             # cap * tanh(y / cap) as cap - 2 cap / (exp(2 y / cap) + 1), in base 2.
             bent = jnp.exp2(x * (self.constant * (2 / cap))) + 1.0
             x = (cap * LOG2E) - (2 * cap * LOG2E) / bent
-        # t <= start + query, with t = first + tile * page_size + token in tile.
-        token = self.offset + tile * p.page_size
-        bound = self.item.span.start + 1 - self.item.first
-        seen = token < bound
+        # t <= start + query, with t = first + tile * tile_tokens + token in tile.
+        bound = self.item.span.start + 1 - self.item.first - tile * self.num_tokens
+        bound = bound - row
+        seen = self.offset < bound
         if p.sliding_window is not None:
-            seen = jnp.logical_and(seen, token >= bound - p.sliding_window)
+            seen = jnp.logical_and(seen, self.offset >= bound - p.sliding_window)
         return jnp.where(seen, x, -jnp.inf)
 
-    def store_weights(self, weights: jax.Array, place: jax.Array) -> None:
-        p, ref = self.problem, self.refs.weights_smem
-        if not p.fp8:
-            x = plgpu.layout_cast(weights, PRODUCT_TRANSPOSED)
-            ref.at[place].transpose((1, 0))[...] = x.astype(p.pool_dtype)
-            return
-        x = plgpu.layout_cast(weights * WEIGHT_SCALE, PRODUCT_TRANSPOSED)
-        for half, part in enumerate(_split_fp8(x, p.pool_dtype)):
-            rows = pl.ds(half * p.num_columns, p.num_columns)
+    def store_weights(self, weights: jax.Array, place: jax.Array, column: int = 0):
+        """Stores weights of some columns, for FP8 their high and their low part."""
+        p, ref, count = self.problem, self.refs.weights_smem, weights.shape[1]
+        x = plgpu.layout_cast(weights, PRODUCT_TRANSPOSED)
+        if p.fp8:
+            parts = _split_fp8(x * WEIGHT_SCALE, p.pool_dtype)
+        else:
+            parts = (x.astype(p.pool_dtype),)
+        for half, part in enumerate(parts):
+            rows = pl.ds(half * p.num_columns + column, count)
             ref.at[place, rows].transpose((1, 0))[...] = part
 
     def weighted_values(
         self, i: jax.Array, tile: jax.Array, place: jax.Array
     ) -> jax.Array:
-        """Multiplies the values in the i-th tile with stored weights, halves apart."""
+        """Multiplies the values in the i-th tile with stored weights."""
         p, refs, slot = self.problem, self.refs, self.slot(i)
         plgpu.barrier_wait(refs.full.at[slot])
         self.zero_dead_values(slot, tile)
 
         def product(acc_ref):
-            for u in range(p.page_size // p.chunk):
-                columns = pl.ds(u * p.chunk, p.chunk)
+            for u in range(self.num_tokens // p.v_chunk):
+                rows = pl.ds(u * p.head_dim, p.head_dim)
+                columns = pl.ds(u * p.v_chunk, p.v_chunk)
                 plgpu.wgmma(
                     acc_ref,
-                    refs.ring_smem.at[slot, pl.ds(u * p.head_dim, p.head_dim)],
+                    refs.v_smem.at[slot, rows],
                     refs.weights_smem.at[place, :, columns].transpose((1, 0)),
                 )
             return acc_ref[...]
@@ -206,26 +240,26 @@ class _Tiles(NamedTuple):
         acc = plgpu.ACC((p.head_dim, p.operand_rows), jnp.float32)
         out = pl.run_scoped(product, acc)
         plgpu.barrier_arrive(refs.free.at[slot])
-        return out
+        return self.combine(out)
 
     def zero_dead_values(self, slot: jax.Array, tile: jax.Array) -> None:
         """Clears values that no query sees: 0 * NaN is NaN in the product.
 
-        Only the page where a sequence ends, or where a sliding window begins, has any.
+        Only the tile where a sequence ends, or where a sliding window begins, has any.
         """
-        p, ring = self.problem, self.refs.ring_smem
-        first = self.item.first + tile * p.page_size
+        p, ring = self.problem, self.refs.v_smem
+        first = self.item.first + tile * self.num_tokens
         low, end = self.item.span.low - first, self.item.span.end - first
-        some_dead = end < p.page_size
+        some_dead = end < self.num_tokens
         if p.sliding_window is not None:
             some_dead = jnp.logical_or(some_dead, low > 0)
 
         @pl.when(some_dead)
         def _():
-            shape = (_ZEROED_AT_ONCE, p.chunk)
+            shape = (_ZEROED_AT_ONCE, p.v_chunk)
             token = plgpu.broadcasted_iota(I32, shape, 1, layout=ROWS)
-            for u in range(p.page_size // p.chunk):
-                live = (token >= low - u * p.chunk) & (token < end - u * p.chunk)
+            for u in range(self.num_tokens // p.v_chunk):
+                live = (token >= low - u * p.v_chunk) & (token < end - u * p.v_chunk)
 
                 @pl.loop(0, p.head_dim // _ZEROED_AT_ONCE)
                 def _(i, u=u, live=live):
@@ -249,67 +283,103 @@ class _Tiles(NamedTuple):
         x = jnp.full((rows, columns), value, jnp.float32)
         return plgpu.layout_cast(x, PRODUCT)
 
+    def columns(self, count: int, value: float) -> jax.Array:
+        x = jnp.full((count,), value, jnp.float32)
+        return plgpu.layout_cast(x, PRODUCT.reduce(0))
+
     def per_column(self, x: jax.Array, rows: int) -> jax.Array:
-        return lax.broadcast_in_dim(x, (rows, self.problem.num_columns), [1])
+        return lax.broadcast_in_dim(x, (rows, *x.shape), [1])
 
 
-def _attend_two_pass(tiles: _Tiles) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Takes all keys, then the weights, then all values: one maximum, no rescaling."""
+def _attend(tiles: _Tiles) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """Takes a split pass by pass, rescaling what it has to each new maximum.
+
+    Returns:
+      The output, the largest logits, and the sums of weights, some columns at a time.
+    """
+    p, size = tiles.problem, tiles.config.tiles_per_pass
+    attend_pass = _take_tile if size == 1 else _take_tiles
+    at_once = p.num_columns if size == 1 else _COLUMNS_AT_ONCE
+    totals = (tiles.columns(at_once, 0.0),) * (p.num_columns // at_once)
+    acc = tiles.full(p.head_dim, p.num_columns, 0.0)
+    num_passes = lax.div(tiles.item.num_tiles + (size - 1), I32(size))
+    carry = (acc, tiles.columns(p.num_columns, _FLOOR), totals)
+    step = functools.partial(attend_pass, tiles)
+    return lax.fori_loop(I32(0), num_passes, step, carry)
+
+
+def _take_tiles(tiles: _Tiles, i: jax.Array, carry: tuple) -> tuple:
+    """Takes the keys of several tiles, then the weights, then the values."""
+    acc, largest, totals = carry
     p, refs, factor = tiles.problem, tiles.refs, tiles.logit_factor
-    num_tiles, page_size = tiles.item.num_tiles, p.page_size
+    size, tokens = tiles.config.tiles_per_pass, tiles.num_tokens
+    rows, first = _rows_at_once(p, tiles.config), i * size
+    num_tiles = jnp.minimum(tiles.item.num_tiles - first, size)
+    # Some columns at a time: all of them cost every loop its registers.
+    parts = [
+        slice(c, c + _COLUMNS_AT_ONCE)
+        for c in range(0, p.num_columns, _COLUMNS_AT_ONCE)
+    ]
 
-    def keys(tile, largest):
-        x = tiles.logits(tile, tile)
-        refs.logits_smem[tile] = x
-        return jnp.maximum(largest, x)
+    def keys(place, highest):
+        slot = tiles.slot(2 * first + place)
+        plgpu.barrier_wait(refs.full.at[slot])
+        for row in range(0, tokens, rows):
+            x = tiles.logits(slot, first + place, row, rows)
+            for part, columns in enumerate(parts):
+                refs.logits_smem[place, part, row : row + rows] = x[:, columns]
+            highest = jnp.maximum(highest, x)
+        plgpu.barrier_arrive(refs.free.at[slot])
+        return highest
 
     # Elementwise in the loop, across threads once after it.
-    largest = tiles.full(page_size, p.num_columns, -jnp.inf)
-    largest = lax.fori_loop(I32(0), num_tiles, keys, largest)
-    largest = jnp.maximum(largest.max(axis=0) * factor, _FLOOR)
+    highest = tiles.full(rows, p.num_columns, -jnp.inf)
+    highest = lax.fori_loop(I32(0), num_tiles, keys, highest)
+    new_largest = jnp.maximum(largest, highest.max(axis=0) * factor)
+    rescale = jnp.exp2(largest - new_largest)
 
-    def weights(tile, total):
-        x = plgpu.load(refs.logits_smem.at[tile], layout=PRODUCT, optimized=False)
-        w = jnp.exp2(x * factor - tiles.per_column(largest, page_size))
-        tiles.store_weights(w, tile)
-        return total + w
+    def weights(place, added):
+        sums = []
+        for part, columns in enumerate(parts):
+            at = refs.logits_smem.at[place, part]
+            x = plgpu.load(at, layout=PRODUCT, optimized=False)
+            w = jnp.exp2(x * factor - tiles.per_column(new_largest[columns], tokens))
+            tiles.store_weights(w, place, columns.start)
+            sums.append(added[part] + w)
+        return tuple(sums)
 
-    total = tiles.full(page_size, p.num_columns, 0.0)
-    total = lax.fori_loop(I32(0), num_tiles, weights, total)
+    added = (tiles.full(tokens, _COLUMNS_AT_ONCE, 0.0),) * len(parts)
+    added = lax.fori_loop(I32(0), num_tiles, weights, added)
+    totals = tuple(
+        total * rescale[columns] + x.sum(axis=0)
+        for total, columns, x in zip(totals, parts, added, strict=True)
+    )
     plgpu.commit_smem()
 
-    def values(tile, acc):
+    def values(place, acc):
         # Added in float32 here: the tensor cores keep fewer bits over a long sum.
-        return acc + tiles.weighted_values(num_tiles + tile, tile, tile)
+        ring = 2 * first + num_tiles + place
+        return acc + tiles.weighted_values(ring, first + place, place)
 
-    acc = tiles.full(p.head_dim, p.operand_rows, 0.0)
+    acc = acc * tiles.per_column(rescale, p.head_dim)
     acc = lax.fori_loop(I32(0), num_tiles, values, acc)
-    return tiles.combine(acc), largest, total.sum(axis=0)
+    return acc, new_largest, totals
 
 
-def _attend_online(tiles: _Tiles) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Takes keys and values page by page, rescaling what it has to each new maximum."""
-    p, factor = tiles.problem, tiles.logit_factor
-
-    def step(tile, carry):
-        acc, largest, total = carry
-        x = tiles.logits(2 * tile, tile) * factor
-        new_largest = jnp.maximum(largest, x.max(axis=0))
-        rescale = jnp.exp2(largest - new_largest)
-        w = jnp.exp2(x - tiles.per_column(new_largest, p.page_size))
-        tiles.store_weights(w, I32(0))
-        total = total * tiles.per_column(rescale, p.page_size) + w
-        plgpu.commit_smem()
-        out = tiles.combine(tiles.weighted_values(2 * tile + 1, tile, I32(0)))
-        acc = acc * tiles.per_column(rescale, p.head_dim) + out
-        return acc, new_largest, total
-
-    largest = plgpu.layout_cast(
-        jnp.full((p.num_columns,), _FLOOR, jnp.float32), PRODUCT.reduce(0)
-    )
-    acc = tiles.full(p.head_dim, p.num_columns, 0.0)
-    total = tiles.full(p.page_size, p.num_columns, 0.0)
-    acc, largest, total = lax.fori_loop(
-        I32(0), tiles.item.num_tiles, step, (acc, largest, total)
-    )
-    return acc, largest, total.sum(axis=0)
+def _take_tile(tiles: _Tiles, i: jax.Array, carry: tuple) -> tuple:
+    """Takes the keys and the values of one tile; its logits stay in registers."""
+    acc, largest, (total,) = carry
+    p, refs, tokens = tiles.problem, tiles.refs, tiles.num_tokens
+    slot = tiles.slot(2 * i)
+    plgpu.barrier_wait(refs.full.at[slot])
+    x = tiles.logits(slot, i, 0, tokens) * tiles.logit_factor
+    plgpu.barrier_arrive(refs.free.at[slot])
+    new_largest = jnp.maximum(largest, x.max(axis=0))
+    rescale = jnp.exp2(largest - new_largest)
+    w = jnp.exp2(x - tiles.per_column(new_largest, tokens))
+    tiles.store_weights(w, I32(0))
+    total = total * rescale + w.sum(axis=0)
+    plgpu.commit_smem()
+    acc = acc * tiles.per_column(rescale, p.head_dim)
+    acc = acc + tiles.weighted_values(2 * i + 1, i, I32(0))
+    return acc, new_largest, (total,)

@@ -15,8 +15,9 @@ from pallas_kernels.fp8 import FP8_DTYPE
 from pallas_kernels.kv_append import kv_append, mosaic_gpu, plan_append, reference
 from pallas_kernels.kv_append.cases import CASES, AppendCase, AppendInputs, make_inputs
 from pallas_kernels.kv_append.config import AppendConfig, choose_config
-from pallas_kernels.pages.layout import as_bits, make_pages, read_slots
+from pallas_kernels.pages.layout import PageGeometry, as_bits, make_pages, read_slots
 
+_CONFIG = {"heads_per_program": 1, "num_stages": 1, "num_programs": 1}
 PAGE_SIZE = 16
 NUM_PAGES = 4
 NUM_SLOTS = NUM_PAGES * PAGE_SIZE
@@ -267,22 +268,38 @@ def test_mosaic_says_what_it_does_not_serve(shape, dtype, rows, message):
         kv_append(*pools, k, k, plan, implementation="mosaic_gpu")
 
 
+def test_mosaic_says_of_how_many_tokens_it_takes_no_statistics():
+    num_tokens = 3_000_000
+    pool = jax.ShapeDtypeStruct((64, 2, 64, 64), FP8_DTYPE)
+    rows = jax.ShapeDtypeStruct((num_tokens, 2, 64), jnp.bfloat16)
+    slots = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+    scale = jax.ShapeDtypeStruct((2,), jnp.float32)
+    inputs = AppendInputs(pool, pool, rows, rows, slots, scale, scale)
+    config = AppendConfig(**(_CONFIG | {"num_programs": 4}))
+    append = functools.partial(
+        run, mosaic_gpu.kv_append, statistics=True, config=config
+    )
+    with pytest.raises(NotImplementedError, match="at most 65535 values in one entry"):
+        jax.eval_shape(append, inputs)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"heads_per_program": 3}, "to be 1, 2 or 4"),
-        ({"leftover_programs": 0}, "to be at least 1"),
-        ({"v_row_bytes": 32}, "to be 64 or 128"),
+        ({"num_stages": 0}, "to be at least 1"),
+        ({"num_programs": 0}, "to be at least 1"),
     ],
 )
 def test_a_wrong_config_is_an_error(change, message):
     with pytest.raises(ValueError, match=message):
-        AppendConfig(**({"heads_per_program": 1, "leftover_programs": 1} | change))
+        AppendConfig(**(_CONFIG | change))
 
 
 @pytest.mark.parametrize(("num_kv_heads", "want"), [(1, 1), (6, 2), (3, 1), (32, 4)])
 def test_heads_per_program_divide_the_heads(num_kv_heads, want):
-    assert choose_config(8, num_kv_heads).heads_per_program == want
+    geometry = PageGeometry(4, num_kv_heads, 128, 128)
+    assert choose_config(8, geometry, FP8_DTYPE).heads_per_program == want
 
 
 # Mosaic
@@ -301,17 +318,16 @@ SMALL_TOKEN_CASES = {
 
 SMALL_PAGE_CASES = {
     "fp8 mid page statistics": small_case(
-        slots="mid_page", num_tokens=160, num_kv_heads=1, statistics=True
+        slots="mid_page", num_tokens=100, num_kv_heads=1, statistics=True
     ),
     "fp8 leftovers statistics": small_case(
         slots="mixed", num_tokens=70, num_kv_heads=1, statistics=True
     ),
-    "fp8 ragged": small_case(slots="ragged", num_tokens=150, head_dim=128),
+    "fp8 ragged page 128": small_case(
+        slots="ragged", num_tokens=200, page_size=128, num_kv_heads=1
+    ),
     "fp8 head_dim 256": small_case(
         slots="mid_page", num_tokens=64, num_kv_heads=1, head_dim=256
-    ),
-    "fp8 page 128": small_case(
-        slots="mid_page", num_tokens=260, page_size=128, num_kv_heads=1
     ),
     "bf16 page 128": small_case(
         slots="mid_page",
@@ -321,7 +337,7 @@ SMALL_PAGE_CASES = {
         dtype=jnp.bfloat16,
     ),
     "bf16 shared page": small_case(
-        slots="shared_page", num_tokens=64, dtype=jnp.bfloat16
+        slots="shared_page", num_tokens=64, num_kv_heads=1, dtype=jnp.bfloat16
     ),
 }
 
@@ -345,14 +361,26 @@ def test_interpreted_token_kernel_equals_the_reference(name):
     assert_mosaic_equals_reference(SMALL_TOKEN_CASES[name], interpret=interpreted())
 
 
-@pytest.mark.parametrize("name", SMALL_PAGE_CASES)
-def test_interpreted_page_kernel_equals_the_reference(name):
-    # Few programs for what is left over, so that each loops.
+@pytest.mark.parametrize(
+    ("name", "num_stages"),
+    [
+        ("fp8 mid page statistics", 2),
+        ("fp8 leftovers statistics", 1),
+        ("fp8 ragged page 128", 2),
+        ("fp8 head_dim 256", 2),
+        ("bf16 page 128", 1),
+        ("bf16 page 128", 3),
+        ("bf16 shared page", 2),
+    ],
+)
+def test_interpreted_page_kernel_equals_the_reference(name, num_stages):
+    # Few programs, so that rings turn and each has several tokens of what is left.
+    case = SMALL_PAGE_CASES[name]
     config = AppendConfig(
-        heads_per_program=1, leftover_programs=3, v_row_bytes=64 + 64 * (name[3] == " ")
+        heads_per_program=1, num_stages=num_stages, num_programs=4 * case.num_kv_heads
     )
     assert_mosaic_equals_reference(
-        SMALL_PAGE_CASES[name], page_tiles=True, config=config, interpret=interpreted()
+        case, page_tiles=True, config=config, interpret=interpreted()
     )
 
 
@@ -361,8 +389,8 @@ def test_mosaic_lowers_for_an_h200(case):
     inputs = jax.eval_shape(lambda: make_inputs(case, 0))
     f = functools.partial(run, append_with_mosaic, statistics=case.statistics)
     text = lower_for_h200(f, inputs)
-    assert "kv_append_tokens" in text
     assert ("kv_append_pages" in text) == (case.num_tokens > 256)
+    assert ("kv_append_tokens" in text) == (case.num_tokens <= 256)
 
 
 @pytest.mark.gpu
@@ -372,8 +400,8 @@ def test_mosaic_equals_the_reference_on_the_gpu(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("v_row_bytes", [64, 128])
-def test_rows_before_the_first_and_past_the_last_token_are_never_used(v_row_bytes):
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_rows_before_the_first_and_past_the_last_token_are_never_used(num_stages):
     # The tile of a sequence that begins inside a page starts before the first row
     # of k, and the last one ends past it: the copy engine must fill with zeros.
     case = AppendCase(
@@ -386,9 +414,7 @@ def test_rows_before_the_first_and_past_the_last_token_are_never_used(v_row_byte
         slots="mid_page",
         statistics=True,
     )
-    config = AppendConfig(
-        heads_per_program=4, leftover_programs=8, v_row_bytes=v_row_bytes
-    )
+    config = AppendConfig(heads_per_program=4, num_stages=num_stages, num_programs=48)
     assert_mosaic_equals_reference(case, page_tiles=True, config=config)
 
 
