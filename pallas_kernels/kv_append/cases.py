@@ -87,6 +87,7 @@ def _case(
 
 _LLAMA = "llama-3.1-8b"
 
+# Cases that differ in their slots alone share their compilations.
 CASES: list[AppendCase] = [
     *(_case(model, "decode", 8, 64, statistics=True) for model in _MODELS),
     *(_case(model, "decode", 64) for model in _MODELS),
@@ -94,16 +95,13 @@ CASES: list[AppendCase] = [
     *(_case(model, "ragged", 601, statistics=True) for model in _MODELS),
     _case(_LLAMA, "decode", 1),
     _case(_LLAMA, "decode", 256),
-    _case(_LLAMA, "duplicates", 64, statistics=True),
-    _case(_LLAMA, "duplicates", 600),
-    _case(_LLAMA, "padding", 16, statistics=True),
-    _case(_LLAMA, "padding", 300, statistics=True),
-    _case(_LLAMA, "whole_pages", 2048),
-    _case(_LLAMA, "mid_page", 512),
-    _case(_LLAMA, "shared_page", 640),
-    _case(_LLAMA, "mixed", 700, 64, statistics=True),
     _case(_LLAMA, "past_pool", 64),
-    _case(_LLAMA, "past_pool", 700),
+    *(_case(_LLAMA, x, 8, 64, statistics=True) for x in ("duplicates", "padding")),
+    *(
+        _case(_LLAMA, slots, 601, statistics=True)
+        for slots in ("padding", "whole_pages", "mid_page", "shared_page", "mixed")
+    ),
+    *(_case(_LLAMA, slots, 600, 64) for slots in ("duplicates", "past_pool", "mixed")),
     _case(_LLAMA, "decode", 8, dtype=jnp.bfloat16),
     _case(_LLAMA, "ragged", 600, dtype=jnp.bfloat16),
     _case("smollm2", "mixed", 600, 64, dtype=jnp.bfloat16),

@@ -1,4 +1,4 @@
-"""Tuning of kv_append: which tokens move as page tiles, and how programs are cut."""
+"""Tuning of kv_append: which tokens move as pieces of pages, and by how many programs."""
 
 import dataclasses
 import math
@@ -10,24 +10,27 @@ from pallas_kernels.pages.layout import PageGeometry
 
 # Up to this many tokens a batch is taken for a decode step: one program a token.
 DIRECT_TOKENS = 256
-# A tile reads and writes a whole page of each head; below this many tokens writing
-# them one by one moves less. So many are also written at a time.
+# Below this many tokens of a page writing them one by one moves less than pieces do.
+# So many are also written at a time.
 BLOCK_TOKENS = 8
-# Columns of a page tile: 64 bfloat16 values are the widest row a swizzle takes.
-TILE_COLUMNS = 64
+# Tokens and columns of a piece of a page: 64 bfloat16 values are the widest row that a
+# swizzle takes, and as many tokens make pieces of K and of V look alike.
+PIECE = 64
 
 _WARPS_PER_PROGRAM = 4
 NUM_SMS = 132
 SHARED_MEMORY_BYTES = 227 * 1024
 # Beside its tiles: barriers, room for reductions, and the alignment of swizzled tiles.
 _OTHER_BYTES = 4096
-# 128 threads of 80 registers each, of the 65,536 registers of an SM.
-_MAX_PROGRAMS_PER_SM = 6
+# 128 threads of at most 128 registers each, of the 65,536 registers of an SM.
+_MAX_PROGRAMS_PER_SM = 4
+# One piece arrives and one leaves while a third is quantized.
+_MAX_STAGES = 3
 
 
 def uses_page_tiles(num_tokens: int, page_size: int, wanted: bool | None) -> bool:
-    """Says whether a batch moves as page tiles: not if it is short, unless wanted."""
-    # The kernel loads a page's worth of rows at once, so there must be as many.
+    """Says whether a batch moves as pieces: not if it is short, unless wanted."""
+    # The rows of a piece are loaded at once, and no page is smaller than a piece.
     fits = num_tokens >= page_size
     return fits and (num_tokens > DIRECT_TOKENS if wanted is None else wanted)
 
@@ -39,8 +42,8 @@ class AppendConfig:
     Attributes:
       heads_per_program: KV heads of one token that a program writes in a decode step;
         a power of two up to 4 gives each head its warp.
-      num_stages: page tiles that a program has in flight in a longer batch.
-      num_programs: programs that share the tiles of a longer batch; at least one for
+      num_stages: pieces of pages that a program has in flight in a longer batch.
+      num_programs: programs that share the pieces of a longer batch; at least one for
         each head of K and of V.
     """
 
@@ -66,23 +69,20 @@ def choose_config(
 ) -> AppendConfig:
     """Chooses the config of a batch.
 
-    A short batch has a program for each tile it may need, so that all are in flight
+    A short batch has a program for each piece it may need, so that all are in flight
     at once. A long one has as many as the device holds, with a ring each.
     """
-    tile = geometry.page_size * TILE_COLUMNS
-    stage_bytes = tile * (2 + jnp.dtype(pool_dtype).itemsize)
+    stage_bytes = PIECE**2 * (2 + jnp.dtype(pool_dtype).itemsize)
     # Half as many again as whole pages, for sequences that begin and end inside one.
     items = -(-3 * num_tokens // (2 * geometry.page_size)) + 8
-    tiles = items * 2 * geometry.num_kv_heads * geometry.head_dim // TILE_COLUMNS
-    programs = programs_at_once(stage_bytes)
-    stages = 1
-    if tiles > programs:
-        stages = 2
-        programs = programs_at_once(stages * stage_bytes)
+    heads = 2 * geometry.num_kv_heads
+    pieces = items * heads * geometry.page_size * geometry.head_dim // PIECE**2
+    turns = -(-pieces // programs_at_once(stage_bytes))
+    stages = min(turns, _MAX_STAGES)
     return AppendConfig(
         heads_per_program=math.gcd(geometry.num_kv_heads, _WARPS_PER_PROGRAM),
         num_stages=stages,
-        num_programs=max(1, min(tiles, programs)),
+        num_programs=min(pieces, programs_at_once(stages * stage_bytes)),
     )
 
 

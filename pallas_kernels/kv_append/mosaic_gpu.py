@@ -1,4 +1,4 @@
-"""kv_append on Mosaic GPU: page tiles for long runs, single tokens for the rest."""
+"""kv_append on Mosaic GPU: pieces of pages for long runs, single tokens for the rest."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def kv_append(
         both = append_tokens(*arguments, **keywords)
     else:
         partials = append_pages(*arguments, **keywords)
-        both = partials and stats.merge(*partials, interpret=interpret)
+        both = stats.merge(partials) if statistics else None
     return k_ref[...], v_ref[...], both
 
 

@@ -1,6 +1,7 @@
-"""The append of a long batch: persistent programs move page tiles, then the rest."""
+"""The append of a long batch: persistent programs move pieces of pages, then the rest."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.kv_append import mosaic_gpu_statistics as stats
-from pallas_kernels.kv_append.config import BLOCK_TOKENS, TILE_COLUMNS, AppendConfig
+from pallas_kernels.kv_append.config import BLOCK_TOKENS, PIECE, AppendConfig
 from pallas_kernels.kv_append.mosaic_gpu_rows import (
     WARPGROUP,
     WARPS,
@@ -24,8 +25,6 @@ from pallas_kernels.kv_append.plan import AppendPlan
 from pallas_kernels.pages.layout import PAD_SLOT, Rows
 
 _LAYOUT = plgpu.Layout.WGMMA
-# Tokens of a register tile, as many as it has columns: K's and V's look alike.
-_PIECE = 64
 # Fewer take fewer registers (the layout has at least 8), more are lowered faster.
 _TALLY_COLUMNS = 16
 
@@ -41,21 +40,34 @@ class _Lists(NamedTuple):
 
 
 class _Ring(NamedTuple):
-    """Scratch for the tiles in flight. A tile is blended in place; V's is turned."""
+    """Scratch for the pieces in flight. A piece is blended in place; V's is turned."""
 
-    rows: Any  # [num_stages, pieces, 64 tokens, 64 columns] of the rows' dtype
-    tile: Any  # [num_stages, pieces, 64, 64] of the pool's dtype
+    rows: Any  # [num_stages, PIECE tokens, PIECE columns] of the rows' dtype
+    tile: Any  # [num_stages, PIECE, PIECE] of the pool's dtype
     rows_barrier: Any  # [num_stages]
     tile_barrier: Any  # [num_stages]
 
 
-class _Share(NamedTuple):
-    """What one program serves: one head of K (`token_axis` 0) or of V (1)."""
+class _Side(NamedTuple):
+    """One head of K (`token_axis` 0) or of V (1): where its rows come from and go."""
 
     token_axis: int
     rows: Any  # [num_tokens, num_kv_heads, head_dim]
     pages: Any  # as in pages/layout.py
-    head: jax.Array
+    head: Any  # its index, or a slice of one
+
+    def place(self, page: jax.Array, tokens: Any, columns: Any) -> Any:
+        """Views the place of some tokens' columns in a page."""
+        if self.token_axis == 0:
+            return self.pages.at[page, self.head, tokens, columns]
+        return self.pages.at[page, self.head, columns, tokens]
+
+
+class _Share(NamedTuple):
+    """What one program serves: some of the pieces of one head of K or of V."""
+
+    sides: tuple[_Side, _Side]
+    is_value: jax.Array
     inv_scale: jax.Array | None
     part: jax.Array
     num_parts: int
@@ -64,25 +76,33 @@ class _Share(NamedTuple):
         """Counts `part`, `part + num_parts`, ... below `count`."""
         return lax.div(count - self.part + (self.num_parts - 1), self.num_parts)
 
-    def page(self, page: jax.Array, tokens: Any, columns: Any) -> Any:
-        """Views the place of some tokens' columns in a page."""
-        if self.token_axis == 0:
-            return self.pages.at[page, self.head, tokens, columns]
-        return self.pages.at[page, self.head, columns, tokens]
+    def on_its_side(self, do: Callable[[_Side], None]) -> None:
+        """Does what differs between K and V, once for the one that it serves."""
+        pl.when(jnp.logical_not(self.is_value))(lambda: do(self.sides[0]))
+        pl.when(self.is_value)(lambda: do(self.sides[1]))
 
 
-class _Run(NamedTuple):
-    """A row of a plan's page items, and which columns of it to move."""
+class _Piece(NamedTuple):
+    """PIECE tokens and columns of a page, and the part of them that an item covers."""
 
     page: jax.Array
-    first_token: jax.Array
-    offset: jax.Array
-    count: jax.Array
+    tokens: Any  # of the page
     columns: Any
+    first_token: jax.Array  # of the batch, in row 0 of the piece
+    start: jax.Array  # rows from here on, if not negative
+    stop: jax.Array
 
     def covers(self, row: jax.Array) -> jax.Array:
-        """Says which rows of the page belong to the run's tokens."""
-        return (row >= self.offset) & (row < self.offset + self.count)
+        """Says which rows of the piece belong to the item's tokens."""
+        return (row >= self.start) & (row < self.stop)
+
+    @property
+    def is_touched(self) -> jax.Array:
+        return (self.start < PIECE) & (self.stop > 0)
+
+    @property
+    def is_whole(self) -> jax.Array:
+        return (self.start <= 0) & (self.stop >= PIECE)
 
 
 def append_pages(
@@ -96,39 +116,36 @@ def append_pages(
     statistics: bool,
     config: AppendConfig,
     interpret: Any = None,
-) -> tuple[stats.Partials, int] | None:
+) -> Sequence[Shaped[Array, "num_kv_heads num_parts"]]:
     """Writes a plan's page items and scattered tokens into the pools behind two refs.
 
-    Programs take turns at the tiles of one head of K or of V, then at its scattered
-    rows. A tile is 64 columns of an item: its rows are loaded for a whole page, of
-    which those outside the item are masked, so a page that the item fills in part is
-    read, blended and written back. Rows before the first or past the last token of
-    the batch are only loaded, never used; the copy engine fills them with zeros. V
-    is turned by transposing loads from shared memory.
+    Programs take turns at the pieces of one head of K or of V, then at its scattered
+    rows. A piece is 64 tokens by 64 columns of an item's page; what the item covers
+    in part is read, blended and written back. Rows before the first or past the last
+    token of the batch are only loaded, never used; the copy engine fills them with
+    zeros. V is turned by transposing loads from shared memory.
 
     Returns:
-      partials and how many of them count, if asked for.
+      what `statistics.merge` takes, if asked for.
 
     Raises:
       NotImplementedError: if statistics are asked for of too many tokens.
     """
     num_kv_heads, page_size, _ = k_pages_ref.shape[1:]
-    num_groups, num_pieces = 2 * num_kv_heads, page_size // _PIECE
+    num_groups, stages = 2 * num_kv_heads, config.num_stages
     num_parts = max(1, config.num_programs // num_groups)
-    stages = config.num_stages
     if statistics:
-        _check_tallies_hold(k, num_pieces, num_parts)
+        _check_tallies_hold(k, page_size, num_parts)
     if interpret is not None:
         k, v, plan = _pad_front(k, v, plan, page_size)
 
     def smem(dtype: Any) -> Any:
-        shape = (stages, num_pieces, _PIECE, TILE_COLUMNS)
-        swizzle = plgpu.SwizzleTransform(TILE_COLUMNS * jnp.dtype(dtype).itemsize)
-        return plgpu.SMEM(shape, dtype, transforms=(swizzle,))
+        swizzle = plgpu.SwizzleTransform(PIECE * jnp.dtype(dtype).itemsize)
+        return plgpu.SMEM((stages, PIECE, PIECE), dtype, transforms=(swizzle,))
 
-    barrier = plgpu.Barrier(num_arrivals=num_pieces, num_barriers=stages)
-    out_type = stats.partials_shape(num_parts, num_kv_heads) if statistics else ()
-    partials = plgpu.kernel(
+    barrier = plgpu.Barrier(num_barriers=stages)
+    out_type = stats.both_shape(num_kv_heads, num_parts) if statistics else ()
+    return plgpu.kernel(
         functools.partial(_kernel, num_parts=num_parts, statistics=statistics),
         out_type=out_type,
         scratch_types=(smem(k.dtype), smem(k_pages_ref.dtype), barrier, barrier),
@@ -149,14 +166,13 @@ def append_pages(
         k_pages_ref,
         v_pages_ref,
     )
-    return (stats.Partials(*partials), num_parts) if statistics else None
 
 
-def _check_tallies_hold(k: Rows, num_pieces: int, num_parts: int) -> None:
+def _check_tallies_hold(k: Rows, page_size: int, num_parts: int) -> None:
     num_tokens, _, head_dim = k.shape
     # No item is shorter than a block.
-    tiles = pl.cdiv(num_tokens, BLOCK_TOKENS) * head_dim // TILE_COLUMNS
-    values = pl.cdiv(tiles, num_parts) * num_pieces * TILE_COLUMNS // _TALLY_COLUMNS
+    pieces = pl.cdiv(num_tokens, BLOCK_TOKENS) * page_size * head_dim // PIECE**2
+    values = pl.cdiv(pieces, num_parts) * PIECE // _TALLY_COLUMNS
     if values > stats.MOST_VALUES:
         raise NotImplementedError(
             f"Mosaic's kv_append counts at most {stats.MOST_VALUES} values in one "
@@ -171,189 +187,200 @@ def _kernel(
     # the lists; inverse scales if the pools are FP8; pools; partials if asked for;
     # scratch
     lists, middle, ring = _Lists(*refs[:5]), refs[5:-4], _Ring(*refs[-4:])
-    first_partial = len(middle) - 2 * statistics
+    first_partial = len(middle) - 8 * statistics
     *inv_scales_gmem, k_pages_gmem, v_pages_gmem = middle[:first_partial]
-    partials_gmem = middle[first_partial:]
-    num_kv_heads = k_gmem.shape[1]
+    num_kv_heads = jnp.int32(k_gmem.shape[1])
     program = lax.axis_index("program")
-    part = lax.div(program, jnp.int32(2 * num_kv_heads))
-    group = lax.rem(program, jnp.int32(2 * num_kv_heads))
-    side = lax.div(group, jnp.int32(num_kv_heads))
-    head = lax.rem(group, jnp.int32(num_kv_heads))
+    part, group = lax.div(program, 2 * num_kv_heads), lax.rem(program, 2 * num_kv_heads)
+    side, head = lax.div(group, num_kv_heads), lax.rem(group, num_kv_heads)
+    inv_scale = limits = None
+    if inv_scales_gmem:
+        of_k, of_v = (x[head] for x in inv_scales_gmem)
+        inv_scale = jnp.where(side == 0, of_k, of_v)
+        limits = stats.find_limits(inv_scale) if statistics else None
+    sides = (_Side(0, k_gmem, k_pages_gmem, head), _Side(1, v_gmem, v_pages_gmem, head))
+    share = _Share(sides, side == 1, inv_scale, part, num_parts)
+    # Now, because nothing hides the time that it takes once the items are done.
+    num_blocks = lists.num_blocks[0]
+    totals = _append_items(share, lists, ring, limits)
+    others = _append_scattered(share, lists, num_blocks, limits)
+    if totals is not None and others is not None:
+        both_gmem = middle[first_partial:]
 
-    def append(index: int, rows: Any, pages: Any) -> None:
-        inv_scale = inv_scales_gmem[index][head] if inv_scales_gmem else None
-        share = _Share(index, rows, pages, head, inv_scale, part, num_parts)
-        limits = None
-        if statistics and inv_scale is not None:
-            limits = stats.find_limits(inv_scale)
-        totals = _append_items(share, lists, ring, limits)
-        others = _append_scattered(share, lists, limits)
-        if totals is not None and others is not None:
-            amax, *counts = totals.join(others)
-            amax_gmem, counts_gmem = partials_gmem
-            amax_gmem[index, head, part] = amax
-            for i, count in enumerate(counts):
-                counts_gmem[i, index, head, part] = count
+        def store(side: _Side) -> None:
+            refs = both_gmem[4 * side.token_axis : 4 * side.token_axis + 4]
+            stats.store(refs, (head, part), totals.join(others))
 
-    pl.when(side == 0)(lambda: append(0, k_gmem, k_pages_gmem))
-    pl.when(side == 1)(lambda: append(1, v_gmem, v_pages_gmem))
+        share.on_its_side(store)
 
 
 def _append_items(
     share: _Share, lists: _Lists, ring: _Ring, limits: stats.Limits | None
 ) -> stats.Totals | None:
-    """Moves this program's tiles through a ring that refills itself.
+    """Moves this program's pieces through a ring that refills itself.
 
     With limits they are counted, too, while their codes leave.
     """
-    stages, num_pieces = ring.rows.shape[:2]
-    num_columns = share.rows.shape[2] // TILE_COLUMNS
-    turns = share.turns(lists.num_items[0] * num_columns)
+    stages = ring.rows.shape[0]
+    # A stage is free once its tile has been read: with several that of the turn
+    # before, with one this turn's.
+    lag = min(1, stages - 1)
+    num_columns, per_item = _pieces_per_item(share.sides[0])
+    turns = share.turns(lists.num_items[0] * per_item)
     counter = None
     if limits is not None:
-        counter = stats.Counter((_PIECE, _TALLY_COLUMNS), limits, _LAYOUT)
-    # Tokens of a piece, in their page.
-    pieces = [pl.ds(i * _PIECE, _PIECE) for i in range(num_pieces)]
+        counter = stats.Counter((PIECE, _TALLY_COLUMNS), limits, _LAYOUT)
 
-    def find(turn: jax.Array) -> tuple[_Run, jax.Array]:
-        tile = share.part + turn * share.num_parts
-        item = lax.div(tile, jnp.int32(num_columns))
-        column = lax.rem(tile, jnp.int32(num_columns)) * TILE_COLUMNS
+    def find(turn: jax.Array) -> _Piece:
+        index = share.part + turn * share.num_parts
+        # Past the last item there is nothing to find, but room to look.
+        item = jnp.minimum(lax.div(index, per_item), lists.page_items.shape[0] - 1)
+        rest = lax.rem(index, per_item)
         page, first_token, offset, count = (lists.page_items[item, i] for i in range(4))
-        columns = pl.ds(column, TILE_COLUMNS)
-        run = _Run(page, first_token, offset, count, columns)
-        return run, lax.rem(turn, jnp.int32(stages))
+        tokens = lax.div(rest, num_columns) * PIECE
+        columns = pl.ds(lax.rem(rest, num_columns) * PIECE, PIECE)
+        start = offset - tokens
+        return _Piece(
+            page,
+            pl.ds(tokens, PIECE),
+            columns,
+            first_token + tokens,
+            start,
+            start + count,
+        )
 
-    def is_whole(run: _Run) -> jax.Array:
-        return run.count == num_pieces * _PIECE
+    def start(turn: jax.Array, piece: _Piece) -> None:
+        """Copies a piece's rows, and what its page holds if that is to blend."""
+        stage = lax.rem(turn, jnp.int32(stages))
+        window = pl.ds(piece.first_token, PIECE)
 
-    def start(turn: jax.Array) -> None:
-        """Copies a tile's rows, and what its page holds if that is to blend."""
-        run, stage = find(turn)
-        for i in range(num_pieces):
-            tokens = pl.ds(run.first_token + i * _PIECE, _PIECE)
-            rows = share.rows.at[tokens, share.head, run.columns]
+        def copy(side: _Side) -> None:
+            rows = side.rows.at[window, side.head, piece.columns]
             plgpu.copy_gmem_to_smem(
-                rows, ring.rows.at[stage, i], ring.rows_barrier.at[stage]
+                rows, ring.rows.at[stage], ring.rows_barrier.at[stage]
             )
 
-        @pl.when(jnp.logical_not(is_whole(run)))
-        def _() -> None:
-            for i, tokens in enumerate(pieces):
-                page = share.page(run.page, tokens, run.columns)
+            @pl.when(jnp.logical_not(piece.is_whole))
+            def _() -> None:
+                place = side.place(piece.page, piece.tokens, piece.columns)
                 plgpu.copy_gmem_to_smem(
-                    page, ring.tile.at[stage, i], ring.tile_barrier.at[stage]
+                    place, ring.tile.at[stage], ring.tile_barrier.at[stage]
                 )
 
+        pl.when((turn < turns) & piece.is_touched)(lambda: share.on_its_side(copy))
+
     def take(turn: jax.Array, tally: stats.Tally | None) -> stats.Tally | None:
-        run, stage = find(turn)
+        # Both are looked up before anything waits.
+        piece, next_piece = find(turn), find(turn + stages - lag)
+        stage = lax.rem(turn, jnp.int32(stages))
         rows, tile = ring.rows.at[stage], ring.tile.at[stage]
-        plgpu.barrier_wait(ring.rows_barrier.at[stage])
-        pl.when(is_whole(run))(lambda: _fill(share, rows, tile))
 
-        @pl.when(jnp.logical_not(is_whole(run)))
+        def move(side: _Side) -> None:
+            fill = functools.partial(_fill, side, share.inv_scale, rows, tile)
+            pl.when(piece.is_whole)(fill)
+
+            @pl.when(jnp.logical_not(piece.is_whole))
+            def _() -> None:
+                plgpu.barrier_wait(ring.tile_barrier.at[stage])
+                fill(blend=piece)
+
+            plgpu.commit_smem()
+            place = side.place(piece.page, piece.tokens, piece.columns)
+            plgpu.copy_smem_to_gmem(tile, place, commit_group=False)
+
+        @pl.when(piece.is_touched)
         def _() -> None:
-            plgpu.barrier_wait(ring.tile_barrier.at[stage])
-            _fill(share, rows, tile, blend=run)
+            plgpu.barrier_wait(ring.rows_barrier.at[stage])
+            share.on_its_side(move)
 
-        plgpu.commit_smem()
-        for i, tokens in enumerate(pieces):
-            page = share.page(run.page, tokens, run.columns)
-            is_last = i == num_pieces - 1
-            plgpu.copy_smem_to_gmem(tile.at[i], page, commit_group=is_last)
-        if counter is not None:
-            count = functools.partial(_count_piece, counter, rows, run)
-            tally = lax.fori_loop(0, num_pieces, count, tally)
-        refill(turn)
+        # A group even of nothing, so that groups count turns.
+        plgpu.commit_smem_to_gmem_group()
+        if counter is not None and tally is not None:
+            row = plgpu.broadcasted_iota(
+                jnp.int32, (PIECE,), 0, layout=_LAYOUT.reduce(1)
+            )
+            tally = counter.count(tally, _load(rows), piece.covers(row))
+        plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
+        pl.when(turn >= lag)(lambda: start(turn + stages - lag, next_piece))
         return tally
 
-    def refill(turn: jax.Array) -> None:
-        # All threads are past the turn before: its stage is free once its tile has
-        # been read. With one stage that is this turn's.
-        lag = min(1, stages - 1)
-        plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-        start_if(turn - lag + stages)
-
-    def start_if(turn: jax.Array) -> None:
-        pl.when(turn < turns)(lambda: start(turn))
-
-    for turn in range(max(1, stages - 1)):
-        start_if(jnp.int32(turn))
+    first_turns = [jnp.int32(turn) for turn in range(stages)]
+    for turn, piece in [(turn, find(turn)) for turn in first_turns]:
+        start(turn, piece)
     tally = lax.fori_loop(0, turns, take, None if counter is None else counter.nothing)
     plgpu.wait_smem_to_gmem(0)
     return None if tally is None else tally.totals()
 
 
-def _count_piece(
-    counter: stats.Counter, rows: Any, run: _Run, i: jax.Array, tally: stats.Tally
-) -> stats.Tally:
-    row = i * _PIECE + plgpu.broadcasted_iota(
-        jnp.int32, (_PIECE,), 0, layout=_LAYOUT.reduce(1)
-    )
-    return counter.count(tally, _load(rows.at[i]), run.covers(row))
+def _pieces_per_item(side: _Side) -> tuple[jax.Array, jax.Array]:
+    """Counts the pieces across an item's columns, and all of them."""
+    page_size, head_dim = side.pages.shape[2:]
+    return jnp.int32(head_dim // PIECE), jnp.int32(page_size * head_dim // PIECE**2)
 
 
 def _load(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=_LAYOUT, optimized=False)
 
 
-def _fill(share: _Share, rows: Any, tile: Any, *, blend: _Run | None = None) -> None:
-    """Writes codes into a tile, with `blend` over what it holds outside that run."""
-    turned = share.token_axis == 1
+def _fill(
+    side: _Side,
+    inv_scale: jax.Array | None,
+    rows: Any,
+    tile: Any,
+    *,
+    blend: _Piece | None = None,
+) -> None:
+    """Writes codes into a tile, with `blend` over what it holds outside that piece."""
+    x = _load(rows.transpose((1, 0)) if side.token_axis == 1 else rows)
+    code = scale_and_clip(x, inv_scale).astype(tile.dtype)
+    tile[...] = code if blend is None else _blend(code, _load(tile), blend, side)
 
-    # Loops over pieces stay rolled: unrolled they hold all rows in registers, which
-    # bounds how many programs an SM holds.
-    @pl.loop(0, tile.shape[0])
-    def _(i: jax.Array) -> None:
-        x = _load(rows.at[i].transpose((1, 0)) if turned else rows.at[i])
-        code = scale_and_clip(x, share.inv_scale)
-        if blend is not None:
-            old = _load(tile.at[i])
-            if share.inv_scale is not None:
-                # E4M3 widens through float16 in hardware; codes come back unchanged
-                old = old.astype(jnp.float16).astype(jnp.float32)
-            row = i * _PIECE + plgpu.broadcasted_iota(
-                jnp.int32, code.shape, share.token_axis, layout=_LAYOUT
-            )
-            code = jnp.where(blend.covers(row), code, old)
-        tile[i] = code.astype(tile.dtype)
+
+def _blend(code: jax.Array, old: jax.Array, piece: _Piece, side: _Side) -> jax.Array:
+    """Takes `code` where the piece covers, `old` elsewhere."""
+    # Registers of 8 bits can't be selected among. Float16 holds every code, and half as
+    # many registers as float32, of which an SM has enough for one program less.
+    wide = jnp.float16 if code.dtype.itemsize == 1 else code.dtype
+    row = plgpu.broadcasted_iota(jnp.int32, code.shape, side.token_axis, layout=_LAYOUT)
+    blended = jnp.where(piece.covers(row), code.astype(wide), old.astype(wide))
+    # No conversion leads from float16 to E4M3.
+    return blended.astype(jnp.float32).astype(code.dtype)
 
 
 def _append_scattered(
-    share: _Share, lists: _Lists, limits: stats.Limits | None
+    share: _Share, lists: _Lists, num_blocks: jax.Array, limits: stats.Limits | None
 ) -> stats.Totals | None:
     """Writes the tokens outside all items, row by row, for this program's blocks."""
-    num_tokens, _, head_dim = share.rows.shape
-    page_size = jnp.int32(share.pages.shape[2 + share.token_axis])
+    num_tokens, _, head_dim = share.sides[0].rows.shape
+    page_size = jnp.int32(share.sides[0].pages.shape[2])
     layout = row_layout(head_dim)
-    head = pl.ds(share.head, 1)
 
-    def write(slot: jax.Array, x: jax.Array) -> None:
-        page, token = lax.div(slot, page_size), lax.rem(slot, page_size)
-        place = (
-            share.pages.at[page, head, token]
-            if share.token_axis == 0
-            else share.pages.at[page, head, :, token]
-        )
-        code = scale_and_clip(x, share.inv_scale).astype(share.pages.dtype)
-        pl.when(slot >= 0)(lambda: store_narrow(place, code))
-
-    def load(block: jax.Array, i: Any) -> tuple[jax.Array, jax.Array]:
+    def load(side: _Side, block: jax.Array, i: Any) -> tuple[jax.Array, jax.Array]:
         token = block * BLOCK_TOKENS + i
         inside = jnp.minimum(token, num_tokens - 1)
         slot = jnp.where(token < num_tokens, lists.scattered[inside], PAD_SLOT)
-        row = share.rows.at[inside, head]
+        row = side.rows.at[inside, side.head]
         return slot, plgpu.load(row, layout=layout, optimized=False)
+
+    def write(side: _Side, slot: jax.Array, x: jax.Array) -> None:
+        page, token = lax.div(slot, page_size), lax.rem(slot, page_size)
+        place = side.place(page, token, slice(None))
+        code = scale_and_clip(x, share.inv_scale).astype(side.pages.dtype)
+        pl.when(slot >= 0)(lambda: store_narrow(place, code))
 
     def take(turn: jax.Array) -> jax.Array:
         block = lists.blocks[share.part + turn * share.num_parts]
-        # All loads before the first store: their latencies overlap.
-        for slot, x in [load(block, i) for i in range(BLOCK_TOKENS)]:
-            write(slot, x)
+
+        def move(side: _Side) -> None:
+            # All loads before the first store: their latencies overlap.
+            row = side._replace(head=pl.ds(side.head, 1))
+            for slot, x in [load(row, block, i) for i in range(BLOCK_TOKENS)]:
+                write(row, slot, x)
+
+        share.on_its_side(move)
         return block
 
-    turns = share.turns(lists.num_blocks[0])
+    turns = share.turns(num_blocks)
     if limits is None:
 
         @pl.loop(0, turns)
@@ -370,10 +397,17 @@ def _append_scattered(
         # The last rows reach back rather than past the end; those are not new.
         start = jnp.minimum(first, num_tokens - BLOCK_TOKENS)
         window = pl.ds(start, BLOCK_TOKENS)
-        rows, slots = share.rows.at[window, share.head], lists.scattered.at[window]
+
+        def load_rows(side: _Side) -> jax.Array:
+            rows = side.rows.at[window, side.head]
+            return plgpu.load(rows, layout=layout_of_block, optimized=False)
+
+        k_side, v_side = share.sides
+        x = lax.cond(
+            share.is_value, lambda: load_rows(v_side), lambda: load_rows(k_side)
+        )
         by_row = layout_of_block.reduce(1)
-        x = plgpu.load(rows, layout=layout_of_block, optimized=False)
-        slot = plgpu.load(slots, layout=by_row, optimized=False)
+        slot = plgpu.load(lists.scattered.at[window], layout=by_row, optimized=False)
         row = plgpu.broadcasted_iota(jnp.int32, slot.shape, 0, layout=by_row)
         return counter.count(tally, x, (slot != PAD_SLOT) & (start + row >= first))
 

@@ -1,4 +1,4 @@
-"""Statistics inside the append kernels, and the small kernel that merges them."""
+"""Statistics inside the append kernels, and how those of programs are merged."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -6,12 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels import fp8
-from pallas_kernels.kv_append.mosaic_gpu_rows import THREADS, WARPGROUP
 from pallas_kernels.kv_append.reference import BothStatistics
 
 # What an entry of a tally holds, an int16 read without its sign.
@@ -173,31 +171,10 @@ class Counter:
         return Tally(jnp.maximum(tally.largest, size + _INT16(_WRAP)), *counts)
 
 
-class Partials(NamedTuple):
-    """Totals of K and V by program, a multiple of 128 of them to each head.
-
-    Entries beyond the programs that there are hold nothing.
-    """
-
-    amax: Float[Array, "2 num_kv_heads num_parts"]
-    counts: Int[Array, "3 2 num_kv_heads num_parts"]
-
-
-def partials_shape(
-    num_parts: int, num_kv_heads: int
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Gives the output type of a kernel that emits partials."""
-    shape = (2, num_kv_heads, -(-num_parts // THREADS) * THREADS)
-    return (
-        jax.ShapeDtypeStruct(shape, jnp.float32),
-        jax.ShapeDtypeStruct((3, *shape), jnp.int32),
-    )
-
-
-def both_shape(num_kv_heads: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Gives the output type of a kernel that emits the statistics of K, then of V."""
-    amax = jax.ShapeDtypeStruct((num_kv_heads,), jnp.float32)
-    count = jax.ShapeDtypeStruct((num_kv_heads,), jnp.int32)
+def both_shape(*shape: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Gives the output type of a kernel that emits statistics of K, then of V."""
+    amax = jax.ShapeDtypeStruct(shape, jnp.float32)
+    count = jax.ShapeDtypeStruct(shape, jnp.int32)
     return 2 * (amax, count, count, count)
 
 
@@ -206,43 +183,24 @@ def both(flat: Sequence[Array]) -> BothStatistics:
     return fp8.RowStatistics(*flat[:4]), fp8.RowStatistics(*flat[4:])
 
 
-def store(refs: Sequence[Any], head: Any, totals: Totals) -> None:
-    """Stores one head's scalars to the four refs of its side."""
+def store(refs: Sequence[Any], index: tuple[Any, ...], totals: Totals) -> None:
+    """Stores scalars to the four refs of one side."""
     # XLA's CPU takes subnormals for zero in a maximum; here they would survive.
     amax = jnp.where(totals.amax < fp8.TINY, 0.0, totals.amax)
     for ref, value in zip(refs, (amax, *totals[1:]), strict=True):
-        ref[head] = value
+        ref[index] = value
 
 
 def merge(
-    partials: Partials, num_parts: int, *, interpret: Any = None
+    partials: Sequence[Shaped[Array, "num_kv_heads num_parts"]],
 ) -> BothStatistics:
-    """Reduces the first `num_parts` partials: a program per head of K and of V."""
-    _, num_kv_heads, padded = partials.amax.shape
-    layout = plgpu.Layout.WG_STRIDED((padded,), vec_size=1)
+    """Merges what the programs of each head emitted, in one kernel of XLA."""
 
-    def body(amax_gmem: Any, counts_gmem: Any, *both_gmem: Any) -> None:
-        program = lax.axis_index("program")
-        side = lax.div(program, jnp.int32(num_kv_heads))
-        head = lax.rem(program, jnp.int32(num_kv_heads))
-        part = plgpu.broadcasted_iota(jnp.int32, (padded,), 0, layout=layout)
+    def join(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
+        pairs = list(zip(a, b, strict=True))
+        return [
+            jnp.maximum(*x) if i % 4 == 0 else x[0] + x[1] for i, x in enumerate(pairs)
+        ]
 
-        def load(ref: Any) -> jax.Array:
-            x = plgpu.load(ref.at[side, head], layout=layout, optimized=False)
-            return jnp.where(part < num_parts, x, jnp.zeros((), x.dtype))
-
-        counts = (load(counts_gmem.at[i]) for i in range(3))
-        totals = Totals(jnp.max(load(amax_gmem)), *(jnp.sum(n) for n in counts))
-        pl.when(side == 0)(lambda: store(both_gmem[:4], head, totals))
-        pl.when(side == 1)(lambda: store(both_gmem[4:], head, totals))
-
-    flat = plgpu.kernel(
-        body,
-        out_type=both_shape(num_kv_heads),
-        grid=(2 * num_kv_heads,),
-        grid_names=("program",),
-        kernel_name="kv_append_merge",
-        compiler_params=WARPGROUP,
-        interpret=interpret,
-    )(*partials)
-    return both(flat)
+    zeros = [jnp.zeros((), x.dtype) for x in partials]
+    return both(lax.reduce(list(partials), zeros, join, (1,)))

@@ -1,5 +1,6 @@
 """The append of a decode step: each program writes some heads of one token."""
 
+import functools
 import math
 from typing import Any
 
@@ -81,16 +82,20 @@ def append_tokens(
                 store_narrow(k_pages_gmem.at[page, group, offset], codes[0])
                 store_narrow(v_pages_gmem.at[page, group, :, offset], codes[1])
 
-        def observe(rows_gmem: Any, side: int, head: jax.Array) -> None:
-            totals = _observe(rows_gmem, slots_gmem, head, inv_scales_gmem[side][head])
-            stats.store(both_gmem[4 * side : 4 * side + 4], head, totals)
+        def observe(program: jax.Array) -> None:
+            is_value = program >= num_kv_heads
+            head = lax.rem(program, jnp.int32(num_kv_heads))
+            of_k, of_v = (x[head] for x in inv_scales_gmem)
+            inv_scale = jnp.where(is_value, of_v, of_k)
+            totals = _observe(k_gmem, v_gmem, is_value, slots_gmem, head, inv_scale)
+            for refs, here in zip(
+                (both_gmem[:4], both_gmem[4:]), (~is_value, is_value), strict=True
+            ):
+                pl.when(here)(functools.partial(stats.store, refs, (head,), totals))
 
         program = lax.axis_index("program")
         if statistics:
-            pl.when(program < num_kv_heads)(lambda: observe(k_gmem, 0, program))
-            pl.when((program >= num_kv_heads) & (program < num_observers))(
-                lambda: observe(v_gmem, 1, program - num_kv_heads)
-            )
+            pl.when(program < num_observers)(lambda: observe(program))
             pl.when(program >= num_observers)(lambda: write(program - num_observers))
         else:
             write(program)
@@ -109,36 +114,49 @@ def append_tokens(
 
 
 def _observe(
-    rows_gmem: Any, slots_gmem: Any, head: jax.Array, inv_scale: jax.Array
+    k_gmem: Any,
+    v_gmem: Any,
+    is_value: jax.Array,
+    slots_gmem: Any,
+    head: jax.Array,
+    inv_scale: jax.Array,
 ) -> stats.Totals:
-    """Counts the values of one head over all real tokens."""
-    num_tokens, _, head_dim = rows_gmem.shape
-    limits = stats.find_limits(inv_scale)
+    """Counts the values of one head of K or of V over all real tokens."""
+    num_tokens, _, head_dim = k_gmem.shape
     if num_tokens < WARPS:
+        rows = per_tally = 1
         layout = heads_layouts(1, head_dim)[0]
-        counter = stats.Counter((1, head_dim), limits, layout)
-        tally = counter.nothing
-        for token in range(num_tokens):
-            x = _load(rows_gmem.at[token, pl.ds(head, 1)], layout)
-            slot = _load(slots_gmem.at[pl.ds(token, 1)], layout.reduce(1))
-            tally = counter.count(tally, x, slot >= 0)
-        return tally.totals()
-
-    per_load = rows_per_load(head_dim)
-    rows = min(_MAX_ROWS, num_tokens // per_load * per_load) or WARPS
-    # Larger tallies take more registers but are lowered faster.
-    per_tally = math.gcd(rows, 2 * per_load)
-    layout = block_layout(rows, head_dim)
-    counter = stats.Counter((per_tally, head_dim), limits, layout)
-    tally = counter.nothing
+    else:
+        per_load = rows_per_load(head_dim)
+        rows = min(_MAX_ROWS, num_tokens // per_load * per_load) or WARPS
+        # Larger tallies take more registers but are lowered faster.
+        per_tally = math.gcd(rows, 2 * per_load)
+        layout = block_layout(rows, head_dim)
+    counter = stats.Counter((per_tally, head_dim), stats.find_limits(inv_scale), layout)
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=layout.reduce(1))
-    for start in range(0, num_tokens, rows):
+
+    def load(start: int) -> tuple[jax.Array, jax.Array]:
         # The last rows reach back rather than past the end; those are not new.
         first = min(start, num_tokens - rows)
         window = pl.ds(first, rows)
-        x = _load(rows_gmem.at[window, head], layout)
+        place = (window, head) if rows > 1 else (first, pl.ds(head, 1))
+        x = lax.cond(
+            is_value,
+            lambda: _load(v_gmem.at[place], layout),
+            lambda: _load(k_gmem.at[place], layout),
+        )
         slots = _load(slots_gmem.at[window], layout.reduce(1))
-        tally = counter.count(tally, x, (slots >= 0) & (row >= start - first))
+        return x, (slots >= 0) & (row >= start - first)
+
+    tally = counter.nothing
+    starts = range(0, num_tokens, rows)
+    # The next rows are on their way while these are counted.
+    coming = load(starts[0])
+    for start in [*starts[1:], None]:
+        x, real = coming
+        if start is not None:
+            coming = load(start)
+        tally = counter.count(tally, x, real)
     return tally.totals()
 
 

@@ -82,6 +82,7 @@ CASES: list[RequantizeCase] = [
             page_size=128,
             num_rows=num_rows,
             ownership="ragged",
+            per_head=True,
         )
         for num_rows in (256, 4096)
     ),

@@ -60,8 +60,9 @@ def _llama(**changes: Any) -> Case:
     return dataclasses.replace(_LLAMA, **changes)
 
 
-# Around the edges of a page of 128, and of a split of 1,024 tokens.
-_EDGES = (0, 1, 127, 128, 129, 1023, 1024, 1025, 2500)
+# Around the edges of a page of 128 and of a pass of 1,024 tokens, and one sequence of
+# more tiles than a launch has blocks.
+_EDGES = (0, 1, 127, 128, 129, 1023, 1024, 1025, 2500, 40000)
 _FEW = (300, 128, 1)
 
 CASES: dict[str, Case] = {
@@ -69,6 +70,8 @@ CASES: dict[str, Case] = {
     "llama-3.1-8b-per-head": _llama(scales_per_head=True, seq_lens=(2048,) * 8),
     "llama-3.1-8b-one-long": _llama(seq_lens=(32768,)),
     "llama-3.1-8b-edges": _llama(seq_lens=_EDGES),
+    # A block takes a dozen splits, whose queries follow each other through two slots.
+    "llama-3.1-8b-many-short": _llama(seq_lens=tuple(37 * i % 300 for i in range(400))),
     "llama-3.1-8b-page-64": _llama(page_size=64, seq_lens=(*_EDGES, 63, 64, 65)),
     "llama-3.1-8b-bf16": _llama(pool_dtype=jnp.bfloat16, seq_lens=(2048,) * 8),
     "llama-3.1-8b-bf16-edges": _llama(pool_dtype=jnp.bfloat16, seq_lens=_EDGES),

@@ -109,7 +109,7 @@ TUNED: dict[str, dict[ShapeClass, Tuning]] = {
         ShapeClass(True, 128, 128, 8, False): Tuning(1, 8, 3, 2),
         ShapeClass(True, 128, 128, 16, False): Tuning(1, 4, 3, 2),
         # 129 registers with passes of several tiles: too many for two blocks.
-        ShapeClass(True, 128, 128, 16, True): Tuning(1, 1, 6, 1),
+        ShapeClass(True, 128, 128, 16, True): Tuning(1, 1, 5, 2),
         ShapeClass(True, 128, 128, 32, True): Tuning(1, 1, 7, 1),
         ShapeClass(True, 128, 64, 8, False): Tuning(2, 1, 6, 2),
         ShapeClass(True, 64, 128, 8, False): Tuning(1, 8, 6, 2),

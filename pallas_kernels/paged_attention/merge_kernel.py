@@ -17,8 +17,9 @@ from pallas_kernels.paged_attention.split_consumer import WEIGHT_SCALE
 
 I32 = jnp.int32
 # Splits read at once: enough loads in flight to cover their latency, and no more than
-# a head has, where all sequences are of one length.
-_MIN_AT_ONCE, _MAX_AT_ONCE = 4, 16
+# a head has, where all sequences are of one length. 34 is two blocks of each of 132
+# multiprocessors over 8 heads, and one begun: one long sequence.
+_MIN_AT_ONCE, _MAX_AT_ONCE = 4, 34
 # Below the floor of the split kernel, so that any split outweighs no split.
 _NO_SPLIT, _START = -3e38, -2e38
 

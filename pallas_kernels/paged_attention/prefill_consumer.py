@@ -15,14 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.layouts import PRODUCT
+from pallas_kernels.paged_attention.layouts import PRODUCT, store
 from pallas_kernels.paged_attention.prefill_config import (
     NUM_CONSUMERS,
     ROWS,
     PrefillConfig,
     query_slots,
 )
-from pallas_kernels.paged_attention.prefill_gather import store
 from pallas_kernels.paged_attention.prefill_refs import (
     OPERAND,
     PrefillRefs,

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.layouts import WIDE_ROWS
+from pallas_kernels.paged_attention.layouts import WIDE_ROWS, store
 from pallas_kernels.paged_attention.prefill_config import PrefillConfig
 from pallas_kernels.paged_attention.prefill_schedule import first_tile
 from pallas_kernels.paged_attention.problem import Problem
@@ -18,15 +18,6 @@ I32 = jnp.int32
 # Rows of a tile that a block moves at once: few, so that a short prefix is spread
 # over the device.
 _ROWS = 32
-
-
-def store(ref: Any, x: jax.Array) -> None:
-    """Stores in any layout, where conflicts of banks or lines do not matter."""
-    # jax 0.11 has no `store`, and no check of plain stores that would need it.
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, x, optimized=False)
-    else:
-        ref[...] = x
 
 
 def _units_per_tile(problem: Problem, config: PrefillConfig) -> int:

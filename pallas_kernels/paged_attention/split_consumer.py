@@ -20,7 +20,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp8 import FP8_MAX
 from pallas_kernels.paged_attention.config import Config
-from pallas_kernels.paged_attention.layouts import PRODUCT, PRODUCT_TRANSPOSED, ROWS
+from pallas_kernels.paged_attention.layouts import (
+    PRODUCT,
+    PRODUCT_TRANSPOSED,
+    ROWS,
+    store,
+)
 from pallas_kernels.paged_attention.problem import Problem
 from pallas_kernels.paged_attention.schedule import Share, WorkItem, for_each_item
 from pallas_kernels.paged_attention.split_refs import SplitRefs
@@ -40,19 +45,10 @@ _COLUMNS_AT_ONCE = 8
 _ZEROED_AT_ONCE = 16
 
 
-def _store(ref: Any, x: jax.Array) -> None:
-    """Stores in any layout; once per item, so that bank conflicts do not matter."""
-    # jax 0.11 has no `store`, and no check of plain stores that would need it.
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, x, optimized=False)
-    else:
-        ref[...] = x
-
-
 def _store_by_columns(ref: Any, parts: tuple[jax.Array, ...]) -> None:
     size = ref.shape[0] // len(parts)
     for i, part in enumerate(parts):
-        _store(ref.at[pl.ds(i * size, size)], part)
+        store(ref.at[pl.ds(i * size, size)], part)
 
 
 def consume(
@@ -73,8 +69,8 @@ def consume(
         tiles = _Tiles(p, config, refs, item, constant, used, offset)
         out, largest, totals = _attend(tiles)
         out = plgpu.layout_cast(out, PRODUCT_TRANSPOSED)
-        _store(refs.out_smem.transpose((1, 0)), out)
-        _store(refs.out_max.at[item.place], largest)
+        store(refs.out_smem.transpose((1, 0)), out)
+        store(refs.out_max.at[item.place], largest)
         _store_by_columns(refs.out_sum.at[item.place], totals)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(
@@ -142,7 +138,8 @@ def _load_queries(
     else:
         refs.q_smem[...] = q.astype(p.pool_dtype)
     plgpu.commit_smem()
-    # After the fence: what overwrites the slot is a copy, in another proxy.
+    # After the fence: what overwrites the slot is a copy, in another proxy. Before it,
+    # blocks of many splits now and then read the queries of a later one.
     plgpu.barrier_arrive(refs.q_free.at[slot])
     return constant
 

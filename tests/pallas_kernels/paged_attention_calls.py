@@ -1,15 +1,19 @@
 """Calls of paged attention on small cases, and how far a result may be off."""
 
+import dataclasses
+import functools
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from pallas_kernels.fp8 import FP8_DTYPE
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.cases import Case, make_inputs
-from pallas_kernels.paged_attention.config import TUNED, ShapeClass
 from pallas_kernels.paged_attention.problem import Problem
-from pallas_kernels.pages.layout import write_slots
 
 # Norm of the error over the norm of the output, for each query. Queries and weights
 # keep 2^-4 of e4m3's rounding error of 2^-4: 2^-8 at most, 2^-9.8 rms, and so do the
@@ -77,6 +81,41 @@ def attend(case: Case, args, arrays, **kwargs) -> np.ndarray:
     return np.asarray(out, np.float32)
 
 
+_COMPILING = ThreadPoolExecutor()
+
+
+@functools.cache
+def _compiled(case: Case, implementation: Implementation) -> Future[Any]:
+    args, arrays = jax.eval_shape(lambda: make_inputs(case, 0))
+    options = {"implementation": implementation, **case.options}
+    f = jax.jit(functools.partial(paged_attention, **options))
+    return _COMPILING.submit(lambda: f.lower(*args, **arrays).compile())
+
+
+def compile_side_by_side(request: pytest.FixtureRequest, cases: dict[str, Case]):
+    """Compiles what the chosen tests of a class will call: each takes seconds."""
+    chosen = [item for item in request.session.items if item.cls is request.cls]
+    for name in {item.callspec.params["name"] for item in chosen}:
+        _compiled(cases[name], "mosaic_gpu")
+        _compiled(_wide(cases[name]), "xla")
+
+
+def kernel_on_gpu(case: Case, args, arrays) -> np.ndarray:
+    out = _compiled(case, "mosaic_gpu").result()(*args, **arrays)
+    return np.asarray(out, np.float32)
+
+
+def reference_on_gpu(case: Case, args, arrays) -> np.ndarray:
+    """Computes in float32 from the same queries, and does not round the output."""
+    q, *rest = args
+    f = _compiled(_wide(case), "xla").result()
+    return np.asarray(f(q.astype(jnp.float32), *rest, **arrays))
+
+
+def _wide(case: Case) -> Case:
+    return dataclasses.replace(case, q_dtype=jnp.float32)
+
+
 def spans(case: Case) -> list[tuple[int, int, int]]:
     """Each sequence's query start, and the first and past-the-last token it sees."""
     starts = case.query_starts or [n - case.num_queries for n in case.seq_lens]
@@ -88,19 +127,21 @@ def spans(case: Case) -> list[tuple[int, int, int]]:
 
 
 def poison_dead_slots(case: Case, args):
-    """Fills all slots that no query sees with NaN."""
+    """Fills slots that no query sees, and queries that are padding, with NaN."""
     q, k_pages, v_pages, table, seq_lens = args
-    live = set()
-    for row, (_, low, end) in zip(np.asarray(table), spans(case), strict=True):
-        live.update(
-            row[t // case.page_size] * case.page_size + t % case.page_size
-            for t in range(low, end)
-        )
-    slots = sorted(set(range(case.num_pages * case.page_size)) - live)
-    shape = (len(slots), case.num_kv_heads, case.head_dim)
-    rows = jnp.full(shape, jnp.nan, jnp.float32).astype(case.pool_dtype)
-    slots = jnp.asarray(slots, jnp.int32)
-    return (q, *write_slots(k_pages, v_pages, rows, rows, slots), table, seq_lens)
+    table, page_size = np.asarray(table), case.page_size
+    live = np.zeros((case.num_pages, page_size), bool)
+    real = np.zeros(q.shape[:2], bool)
+    for seq, (start, low, end) in enumerate(spans(case)):
+        position = start + np.arange(case.num_queries)
+        real[seq] = (position >= 0) & (position < case.seq_lens[seq])
+        t = np.arange(low, max(low, end))
+        live[table[seq, t // page_size], t % page_size] = True
+    nan = jnp.asarray(jnp.nan, case.pool_dtype)
+    k_pages = jnp.where(live[:, None, :, None], k_pages, nan)
+    v_pages = jnp.where(live[:, None, None, :], v_pages, nan)
+    q = jnp.where(real[:, :, None, None], q, jnp.nan)
+    return (q, k_pages, v_pages, table, seq_lens)
 
 
 def largest_error(got, want) -> float:
@@ -125,20 +166,3 @@ def permute_pages(case: Case, args):
 def problem_of(case: Case) -> Problem:
     (q, k_pages, _, table, _), _ = jax.eval_shape(lambda: make_inputs(case, 0))
     return Problem.of(q, k_pages, table, softmax_scale=1.0, **case.options)
-
-
-TUNED_SHAPES = [(kind, shape) for kind, table in TUNED.items() for shape in table]
-
-
-def case_of(shape: ShapeClass, seq_lens: tuple[int, ...]) -> Case:
-    """A case of a tuned class."""
-    num_queries = 2 if shape.several_queries else 1
-    return Case(
-        num_q_heads=2 * shape.num_columns // num_queries,
-        num_kv_heads=2,
-        head_dim=shape.head_dim,
-        seq_lens=seq_lens,
-        page_size=shape.page_size,
-        num_queries=num_queries,
-        pool_dtype=FP8_DTYPE if shape.fp8 else jnp.bfloat16,
-    )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from h200 import lower_for_h200
-from paged_attention_calls import SMALL, TUNED_SHAPES, case_of, problem_of, spans
+from paged_attention_calls import SMALL, problem_of, spans
 
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.cases import (
@@ -22,6 +22,7 @@ from pallas_kernels.paged_attention.config import (
     SHARED_MEMORY_PER_BLOCK,
     TUNED,
     Config,
+    ShapeClass,
     config_of,
     heuristic_config,
     pick_config,
@@ -34,6 +35,8 @@ def make_config(**changes: int) -> Config:
     fields = {"pages_per_tile": 1, "tiles_per_pass": 1, "num_stages": 2}
     return Config(**fields | {"num_blocks": 1} | changes)
 
+
+TUNED_SHAPES = [(kind, shape) for kind, table in TUNED.items() for shape in table]
 
 _TWO_HEADS = Case(num_q_heads=8, num_kv_heads=2, head_dim=128, seq_lens=(1,))
 _MIXED = (0, 1, 128, 0, 129, 5000, 17, 0, 900, 2049)
@@ -100,9 +103,12 @@ class TestConfig:
         assert config.max_splits(problem) >= 1
 
     @pytest.mark.parametrize(("kind", "shape"), TUNED_SHAPES)
-    def test_a_tuned_config_is_picked_fits_and_lowers(self, kind, shape):
-        case = case_of(shape, (8192,) * 32)
-        problem, tuning = problem_of(case), TUNED[kind][shape]
+    def test_a_case_picks_each_tuned_config_which_fits_and_lowers(self, kind, shape):
+        """What is tuned is one of the cases, which run on a GPU."""
+        tuning = TUNED[kind][shape]
+        cases = [c for c in CASES.values() if ShapeClass.of(problem_of(c)) == shape]
+        case = max(cases, key=lambda case: problem_of(case).max_tokens)
+        problem = problem_of(case)
         blocks = tuning.blocks_per_multiprocessor
         config = pick_config(problem, kind)
         assert config == config_of(problem, tuning)
