@@ -72,15 +72,26 @@ def main(
     if report is None:
         small = jax.default_backend() != "gpu" if small is None else small
         with _progress() as progress:
-            report = suite.run(names, small=small, seconds=seconds, progress=progress)
-    if json:
-        write_report(report, json)
+            report = suite.run(
+                names,
+                small=small,
+                seconds=seconds,
+                progress=progress,
+                finished=lambda so_far: _keep(so_far, json),
+            )
+    _keep(report, json)
     _show(report, markdown)
     for path in plots.write_plots(report, plot) if plot else ():
         ERR.print(f"wrote {path}")
     slower = before is not None and _show_comparison(before, report, threshold)
     if slower or report.failed:
         raise typer.Exit(FAILED)
+
+
+def _keep(report: Report, path: pathlib.Path | None) -> None:
+    """Writes what there is: a driver that ends the process leaves the rest."""
+    if path:
+        write_report(report, path)
 
 
 def _check_places(json: pathlib.Path | None, plot: pathlib.Path | None) -> None:

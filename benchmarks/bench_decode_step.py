@@ -1,7 +1,8 @@
 """The whole decode step of Llama-3.1-8B's shape against the bytes it has to read.
 
-Wall time of chained steps that wait once at the end, as a serving loop runs them.
-The limit is all weights but the embedding, and all K and V, at the copy ceiling.
+Wall time from step to step while the next ones are under way, as a loop runs them that
+never lets the device wait. The limit is all weights but the embedding, and all K and V,
+at the copy ceiling.
 """
 
 import statistics
@@ -18,7 +19,7 @@ import fp8kv_jax as fp8kv
 from benchmarks import llama_step
 from benchmarks.llama_step import StepShape
 from benchmarks.rows import implementations, moved, spread
-from benchmarks.timing import Times, kernel_times, wall_times
+from benchmarks.timing import Times, kernel_times, steady_times, wall_times
 from models.config import ModelConfig
 
 # Norm of the difference of logits over their norm. Attention agrees to 2^-8, and 32
@@ -56,7 +57,7 @@ def run(small: bool) -> Iterator[Row]:
     with ThreadPoolExecutor(max_workers=len(shapes)) as pool:
         steps = pool.map(lambda shape: _compile_steps(forward, params, shape), shapes)
     for shape, compiled in zip(shapes, steps, strict=True):
-        yield from _Bench(params, shape, compiled, chained=2 if small else 10).rows()
+        yield from _Bench(params, shape, compiled, repeats=5 if small else 40).rows()
 
 
 @dataclass(frozen=True)
@@ -141,10 +142,10 @@ class _Bench:
     """One shape: the pools and the state that its steps hand on to each other."""
 
     def __init__(
-        self, params: Any, shape: StepShape, steps: _Steps, *, chained: int
+        self, params: Any, shape: StepShape, steps: _Steps, *, repeats: int
     ) -> None:
         self.params, self.shape, self.steps = params, shape, steps
-        self.chained, self.step = chained, steps.step
+        self.repeats, self.step = repeats, steps.step
         self.cache = llama_step.full_cache(shape)
         self.state = llama_step.frozen_state(shape)
         self.batch = llama_step.decode_batch(shape)
@@ -153,32 +154,24 @@ class _Bench:
         is_fp8 = self.shape.dtype == "fp8"
         name = self.shape.name if is_fp8 else f"{self.shape.name}-bf16"
         checked = self._check()
-        frozen = self._row(name, self._wall()) | checked
+        frozen = self._row(name, self._steady()) | checked
         yield frozen | self._device() | {"dispatch_us": self._dispatch().median}
         if not is_fp8:
             return
-        yield self._phase("calibrating", frozen, llama_step.begin_window)
+        self.state = llama_step.begin_window(self.state)
+        yield self._phase("calibrating", self._steady(), frozen)
         self.state = replace(self.state, frozen=jnp.array(True))
-        alone = self._row(f"{name}-alone", self._wall(chained=1))
+        alone = self._row(f"{name}-alone", self._alone())
         yield alone
-        almost = llama_step.almost_complete_window
-        yield self._phase("freeze", alone, almost, chained=1)
+        freeze = self._alone(llama_step.almost_complete_window)
+        yield self._phase("freeze", freeze, alone)
         assert self.steps.released is not None
         self.state = fp8kv.release_window(self.state)
         self.step = self.steps.released
-        yield self._phase("released", frozen)
+        yield self._phase("released", self._steady(), frozen)
 
-    def _phase(
-        self,
-        phase: str,
-        frozen: Row,
-        reset: Reset | None = None,
-        *,
-        chained: int | None = None,
-    ) -> Row:
-        row = self._row(
-            f"{self.shape.name}-{phase}", self._wall(reset, chained=chained)
-        )
+    def _phase(self, phase: str, times: Times, frozen: Row) -> Row:
+        row = self._row(f"{self.shape.name}-{phase}", times)
         return row | {"over_frozen": row["wall_us"] / frozen["wall_us"]}
 
     def _row(self, case: str, times: Times) -> Row:
@@ -208,17 +201,17 @@ class _Bench:
             )
         return {"relative_error": error}
 
-    def _wall(self, reset: Reset | None = None, *, chained: int | None = None) -> Times:
-        """Times chained steps; each sample may begin with another state."""
-        chained = self.chained if chained is None else chained
+    def _steady(self) -> Times:
+        """Times the steps of a loop; a window stays open while it does."""
+        self._run()
+        return steady_times(self._run, repeats=self.repeats)
+
+    def _alone(self, reset: Reset = lambda state: state) -> Times:
+        """Times steps that are waited for; each may begin with another state."""
         samples = []
-        jax.block_until_ready([self._run() for _ in range(2)])
         for _ in range(20):
-            if reset is not None:
-                self.state = reset(self.state)
-            jax.block_until_ready(self.state)
-            times = wall_times([self._run], repeats=1, chained=chained)
-            samples.append(times.median)
+            self.state = jax.block_until_ready(reset(self.state))
+            samples.append(wall_times([self._run], repeats=1).median)
         return Times.of(samples)
 
     def _dispatch(self) -> Times:

@@ -1,7 +1,8 @@
 """What the calibration window costs: inside it, at the freeze, and after the release.
 
 Steps of 32 layers without a model: begin, append and attend in each layer, end. Wall
-time of one step alone. What the window adds is the difference from the frozen step.
+time of one step alone: CUPTI does not see kernels behind a condition of a CUDA graph.
+What the window adds is the difference from the frozen step.
 """
 
 import time
@@ -18,7 +19,7 @@ import fp8kv_jax as fp8kv
 from benchmarks import llama_step
 from benchmarks.llama_step import StepShape
 from benchmarks.rows import implementations, spread
-from benchmarks.timing import Times, kernels_of
+from benchmarks.timing import Times
 
 WINDOWS = (1, 16, 64, 256, 1024, 4096)
 REPEATS = 20
@@ -71,14 +72,14 @@ class _Bench:
     def rows(self) -> Iterator[Row]:
         self._check()
         self.state = replace(self.state, frozen=jnp.array(True))
-        frozen = self._row("frozen", *self._times())
+        frozen = self._row("frozen", self._times())
         yield frozen
         calibrating = frozen
         if self.window > self.shape.num_seqs:  # else the first step ends it
             times = self._times(llama_step.begin_window)
-            calibrating = self._row("calibrating", *times)
+            calibrating = self._row("calibrating", times)
             yield calibrating
-        freeze = self._row("freeze", *self._times(llama_step.almost_complete_window))
+        freeze = self._row("freeze", self._times(llama_step.almost_complete_window))
         more = [row["wall_us"] - frozen["wall_us"] for row in (calibrating, freeze)]
         num_steps = -(-self.window // self.shape.num_seqs)
         yield freeze | {"window_us": (num_steps - 1) * more[0] + more[1]}
@@ -93,13 +94,11 @@ class _Bench:
         self.compile()
         compiled = Times.of([1e6 * (time.perf_counter() - started)])
         yield self._row("compile the released step", compiled)
-        yield self._row("released", *self._times())
+        yield self._row("released", self._times())
 
-    def _row(self, phase: str, wall: Times, device: Times | None = None) -> Row:
+    def _row(self, phase: str, wall: Times) -> Row:
         row = {"op": "window", "case": f"{self.window} {phase}"}
         row |= {"implementation": implementations()[0]} | spread(wall, "wall")
-        if device:
-            row |= {"device_us": device.median}
         num_bytes = sum(x.nbytes for x in jax.tree.leaves(self.state.staged))
         return row | {"staged_bytes": num_bytes}
 
@@ -109,26 +108,15 @@ class _Bench:
         )
         return out
 
-    def _times(self, reset: Any = lambda state: state) -> tuple[Times, Times | None]:
-        """Times single steps by the wall, then by their kernels."""
-
-        def prepared() -> None:
+    def _times(self, reset: Any = lambda state: state) -> Times:
+        """Times single steps."""
+        walls = []
+        for _ in range(REPEATS + 1):
             self.state = jax.block_until_ready(reset(self.state))
-
-        prepared()
-        jax.block_until_ready(self._run())
-        walls, devices = [], []
-        for _ in range(REPEATS):
-            prepared()
             started = time.perf_counter()
             jax.block_until_ready(self._run())
             walls.append(1e6 * (time.perf_counter() - started))
-        if jax.default_backend() != "gpu":
-            return Times.of(walls), None
-        for _ in range(REPEATS):
-            prepared()
-            devices.append(sum(us for _, us in kernels_of([self._run])))
-        return Times.of(walls), Times.of(devices)
+        return Times.of(walls[1:])
 
     def _check(self) -> None:
         self.state = llama_step.almost_complete_window(self.state)

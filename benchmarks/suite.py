@@ -28,6 +28,7 @@ def run(
     small: bool,
     seconds: float | None = None,
     progress: Progress = lambda text: None,
+    finished: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Runs some benchmarks; one that fails is reported and the others go on.
 
@@ -36,6 +37,7 @@ def run(
       small: shapes for a machine without a GPU.
       seconds: no further case is started after this time; None for no limit.
       progress: told what is under way.
+      finished: given the report so far after each benchmark, to keep it.
     """
     started = time.monotonic()
     progress("ceilings of this device")
@@ -53,6 +55,7 @@ def run(
             lines = str(error).splitlines() or [""]
             report.failed.append(f"{name}: {type(error).__name__}: {lines[0]}")
         report.seconds[name] = time.monotonic() - began
+        finished(report)
         gc.collect()  # so that the next one finds the device's memory free
     return report
 

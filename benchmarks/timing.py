@@ -1,5 +1,6 @@
 """Device and wall time of jitted calls, and the ceilings that they are measured against."""
 
+import collections
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -109,23 +110,42 @@ def kernels_of(
     return [(name, 1e3 * milliseconds) for name, milliseconds in kernels]
 
 
-def wall_times(calls: Calls, *, repeats: int = 20, chained: int = 1) -> Times:
-    """Measures the wall time of one call, warm.
+def wall_times(calls: Calls, *, repeats: int = 20) -> Times:
+    """Measures the wall time of one call, warm, from its start to its result.
 
     Args:
       calls: taken in turn.
-      repeats: how many samples are taken.
-      chained: calls that a sample starts before it waits for the last of them: what a
-        loop does that never waits.
+      repeats: how many calls are timed.
     """
     samples = []
     for i in range(repeats):
         started = time.perf_counter()
-        for j in range(chained):
-            result = calls[(i * chained + j) % len(calls)]()
-        jax.block_until_ready(result)
-        samples.append(1e6 * (time.perf_counter() - started) / chained)
+        jax.block_until_ready(calls[i % len(calls)]())
+        samples.append(1e6 * (time.perf_counter() - started))
     return Times.of(samples)
+
+
+def steady_times(
+    call: Callable[[], Any], *, repeats: int = 40, in_flight: int = 2
+) -> Times:
+    """Measures the time from one result to the next while further calls are under way.
+
+    What a loop takes that reads each result while the next calls run: how long the
+    first call takes to reach the device is not in it.
+
+    Args:
+      call: warm.
+      repeats: how many intervals are timed.
+      in_flight: calls that are started before a result is waited for.
+    """
+    pending: collections.deque[Any] = collections.deque()
+    stamps = []
+    for _ in range(in_flight + repeats + 1):
+        pending.append(call())
+        if len(pending) > in_flight:
+            jax.block_until_ready(pending.popleft())
+            stamps.append(1e6 * time.perf_counter())
+    return Times.of(np.diff(stamps).tolist())
 
 
 class Ceilings(NamedTuple):

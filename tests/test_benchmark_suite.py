@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import plots, suite, tables
+from benchmarks import plots, suite, tables, timing
 from benchmarks.__main__ import app
 from benchmarks.compare import compare
 from benchmarks.report import Report, ReportError, derived, read_report, write_report
@@ -186,6 +186,35 @@ def test_no_case_is_started_once_the_seconds_are_used_up(benchmarks_of, monkeypa
     result = suite.run(["endless", "other"], small=True, seconds=5)
     assert 1 <= len(result.rows) <= 5
     assert [reason.split(":")[0] for reason in result.skipped] == ["endless", "other"]
+
+
+def test_each_finished_benchmark_is_kept_before_the_next_one_starts(benchmarks_of):
+    kept = []
+
+    def dies(small):
+        assert [r["case"] for r in kept[-1].rows] == ["first"]
+        raise KeyboardInterrupt
+
+    benchmarks_of(first=lambda small: [row("first")], dies=dies)
+    with pytest.raises(KeyboardInterrupt):
+        suite.run(["first", "dies"], small=True, finished=kept.append)
+
+
+def test_a_steady_loop_waits_for_a_result_while_later_calls_run(monkeypatch):
+    started, waited = itertools.count(), []
+    latest = []
+
+    def call():
+        latest.append(next(started))
+        return latest[-1]
+
+    def wait(index):
+        waited.append((index, latest[-1] - index))
+
+    monkeypatch.setattr(timing.jax, "block_until_ready", wait)
+    times = timing.steady_times(call, repeats=5, in_flight=2)
+    assert times.count == 5
+    assert waited == [(index, 2) for index in range(6)]
 
 
 def command(*arguments):
