@@ -90,6 +90,8 @@ _LLAMA = "llama-3.1-8b"
 # Cases that differ in their slots alone share their compilations.
 CASES: list[AppendCase] = [
     *(_case(model, "decode", 8, 64, statistics=True) for model in _MODELS),
+    *(_case(model, "decode", 1, 64, statistics=True) for model in _MODELS),
+    _case(_LLAMA, "decode", 3, statistics=True),
     *(_case(model, "decode", 64) for model in _MODELS),
     *(_case(model, "ragged", 600, 64) for model in _MODELS),
     *(_case(model, "ragged", 601, statistics=True) for model in _MODELS),

@@ -24,7 +24,7 @@ from pallas_kernels.kv_append.mosaic_gpu_rows import (
 )
 from pallas_kernels.kv_append.plan import AppendPlan
 from pallas_kernels.kv_append.reference import BothStatistics
-from pallas_kernels.pages.layout import Rows
+from pallas_kernels.pages.layout import PAD_SLOT, Rows
 
 # Rows of a head in registers at once.
 _MAX_ROWS = 64
@@ -48,6 +48,8 @@ def append_tokens(
     which read the rows again: so few they are that a second launch, to reduce what
     the others counted, would cost more.
     """
+    if statistics:
+        k, v, plan = _at_least(WARPS, k, v, plan)
     num_tokens, num_kv_heads, head_dim = k.shape
     heads = config.heads_per_program
     head_groups = num_kv_heads // heads
@@ -113,6 +115,19 @@ def append_tokens(
     return stats.both(flat) if statistics else None
 
 
+def _at_least(
+    num_tokens: int, k: Rows, v: Rows, plan: AppendPlan
+) -> tuple[Rows, Rows, AppendPlan]:
+    """Adds padding where there are fewer tokens than an observer reads at once."""
+    missing = max(0, num_tokens - k.shape[0])
+    k, v = (jnp.pad(x, ((0, missing), (0, 0), (0, 0))) for x in (k, v))
+    slots, winners = (
+        jnp.pad(x, (0, missing), constant_values=PAD_SLOT)
+        for x in (plan.slots, plan.winners)
+    )
+    return k, v, plan._replace(slots=slots, winners=winners)
+
+
 def _observe(
     k_gmem: Any,
     v_gmem: Any,
@@ -123,15 +138,11 @@ def _observe(
 ) -> stats.Totals:
     """Counts the values of one head of K or of V over all real tokens."""
     num_tokens, _, head_dim = k_gmem.shape
-    if num_tokens < WARPS:
-        rows = per_tally = 1
-        layout = heads_layouts(1, head_dim)[0]
-    else:
-        per_load = rows_per_load(head_dim)
-        rows = min(_MAX_ROWS, num_tokens // per_load * per_load) or WARPS
-        # Larger tallies take more registers but are lowered faster.
-        per_tally = math.gcd(rows, 2 * per_load)
-        layout = block_layout(rows, head_dim)
+    per_load = rows_per_load(head_dim)
+    rows = min(_MAX_ROWS, num_tokens // per_load * per_load) or WARPS
+    # Larger tallies take more registers but are lowered faster.
+    per_tally = math.gcd(rows, 2 * per_load)
+    layout = block_layout(rows, head_dim)
     counter = stats.Counter((per_tally, head_dim), stats.find_limits(inv_scale), layout)
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=layout.reduce(1))
 
@@ -139,7 +150,7 @@ def _observe(
         # The last rows reach back rather than past the end; those are not new.
         first = min(start, num_tokens - rows)
         window = pl.ds(first, rows)
-        place = (window, head) if rows > 1 else (first, pl.ds(head, 1))
+        place = window, head
         x = lax.cond(
             is_value,
             lambda: _load(v_gmem.at[place], layout),
