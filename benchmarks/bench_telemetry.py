@@ -1,10 +1,15 @@
-"""Device time that telemetry adds to a step: appends and attention of all layers.
+"""What telemetry adds to a step: to its appends and attention, and to the whole of it.
 
-The model is left out, so that what telemetry costs is a difference of two times that
-are not much larger than itself.
+A decode step of many sequences and a prefill chunk of one, of Llama-3.1-8B's shape.
+Appends and attention are timed without the model, so that what telemetry costs is a
+difference of two times that are not much larger than itself; the whole step by the
+wall too, chained as a serving loop chains it. Steps without and with telemetry take
+turns, since a device's clocks drift.
 """
 
-import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,99 +17,142 @@ import jax.numpy as jnp
 import numpy as np
 
 import fp8kv_jax as fp8kv
-from benchmarks.timing import device_time_us
+from benchmarks import llama_step
+from benchmarks.llama_step import StepShape
+from benchmarks.rows import implementations, spread
+from benchmarks.timing import Times, device_times, wall_times
 
-# Llama 3.1 8B in decode; and a chunk of prefill, which is counted by layer.
-SHAPES = {
-    "decode 32 seqs x 4,096": (32, 32, 1, 4096),
-    "prefill 1 seq x 2,048": (32, 1, 2048, 2048),
-}
-SMALL = {"decode 2 seqs x 64": (2, 2, 1, 64)}
+# Rounds in which both kinds of step are timed, and samples of each in a round.
+ROUNDS, REPEATS = 5, 8
+# Steps that a sample of wall time starts before it waits for the last of them.
+CHAINED = 10
+
+type Row = dict[str, Any]
+type Step = Callable[..., tuple[Any, fp8kv.PagedKVCache, fp8kv.CalibrationState]]
 
 
-def run(small: bool) -> list[dict[str, Any]]:
-    """Times a step without and with telemetry.
+def run(small: bool) -> Iterator[Row]:
+    """Times steps without and with telemetry.
 
     Args:
-      small: a small shape, for a machine without a GPU.
+      small: one small layer, for a machine without a GPU.
 
-    Returns:
-      one row per shape, without and with.
+    Yields:
+      Two rows per shape and clock; the second has its ratio to the first.
     """
-    rows = []
-    for case, shape in (SMALL if small else SHAPES).items():
-        for telemetry in (False, True):
-            call = _Loop(*shape, telemetry=telemetry)
-            rows.append(
-                {
-                    "op": "step" + " with telemetry" * telemetry,
-                    "case": case,
-                    "implementation": "best",
-                    "device_us": device_time_us([call], repeats=10),
-                }
-            )
-    return rows
-
-
-class _Loop:
-    """Steps of `num_queries` tokens at the end of full sequences, scales frozen."""
-
-    def __init__(
-        self,
-        num_layers: int,
-        num_seqs: int,
-        num_queries: int,
-        seq_len: int,
-        *,
-        telemetry: bool,
-    ) -> None:
-        page_size = 128 if seq_len >= 128 else 64
-        pages = -(-seq_len // page_size)
-        config = fp8kv.CacheConfig(
-            num_layers=num_layers,
-            num_kv_heads=8,
-            head_dim=128,
-            num_pages=num_seqs * pages,
-            page_size=page_size,
+    model = llama_step.llama_config()
+    decode = StepShape(model=model, num_seqs=32, seq_len=4096)
+    chunk = StepShape(model=model, num_seqs=1, seq_len=2048)
+    if small:
+        model = llama_step.llama_config(
+            num_layers=1,
+            hidden_size=256,
+            num_q_heads=4,
+            num_kv_heads=2,
+            intermediate_size=512,
+            vocab_size=1000,
         )
-        state = fp8kv.init_calibration(
-            fp8kv.CalibrationConfig(window_tokens=1),
-            config,
-            max_tokens_per_step=num_seqs * num_queries,
-            telemetry=telemetry,
-        )
-        self.cache = fp8kv.init_cache(config)
-        table = np.arange(num_seqs * pages, dtype=np.int32).reshape(num_seqs, pages)
-        positions = np.arange(seq_len - num_queries, seq_len)
-        slots = table[:, positions // page_size] * page_size + positions % page_size
-        self.batch = fp8kv.Batch(
-            token_ids=jnp.zeros((num_seqs, num_queries), jnp.int32),
-            slot_mapping=jnp.asarray(slots, jnp.int32),
-            query_starts=jnp.full((num_seqs,), seq_len - num_queries, jnp.int32),
-            seq_lens=jnp.full((num_seqs,), seq_len, jnp.int32),
-            block_table=jnp.asarray(table),
-        )
-        keys = jax.random.split(jax.random.key(0), 3)
-        shape = num_layers, num_seqs, num_queries
-        normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
-        self.q = normal(keys[0], (*shape, 32, 128))
-        self.k, self.v = (normal(key, (*shape, 8, 128)) for key in keys[1:])
-        self.q, self.k, self.v = (tuple(x) for x in (self.q, self.k, self.v))
-        args = self.cache, state, self.batch, self.q, self.k, self.v
-        self.step = jax.jit(_step, donate_argnums=(0, 1)).lower(*args).compile()
-        _, self.cache, self.state = self.step(*args)
+        decode = StepShape(model=model, num_seqs=2, seq_len=256)
+        chunk = StepShape(model=model, num_seqs=1, seq_len=256)
+    forward, params = llama_step.random_params(model)
+    step = fp8kv.make_steps(forward).prefill_step
 
-    def __call__(self) -> Any:
-        outs, self.cache, self.state = self.step(
-            self.cache, self.state, self.batch, self.q, self.k, self.v
-        )
-        return outs
+    def whole(cache, state, batch, params):
+        return step(params, cache, state, batch)
+
+    heads = (model.num_q_heads, model.num_kv_heads, model.num_kv_heads)
+    for shape, num_queries in ((decode, 1), (chunk, chunk.seq_len)):
+        case = f"{shape.num_seqs}x{num_queries} tokens of {shape.seq_len}"
+        batch = _batch(shape, num_queries)
+        args = (batch, *_rows(shape, num_queries, heads))
+        pair = _pair(_append_and_attend, args, shape)
+        yield from _compared("append, attention", case, pair)
+        del pair, args
+        pair = _pair(whole, (batch, params), shape)
+        yield from _compared("whole step", case, pair)
+        yield from _compared("whole step", case, pair, chained=CHAINED)
+        del pair
 
 
-def _step(cache, state, batch, q, k, v):
+def _append_and_attend(cache, state, batch, q, k, v):
     step = fp8kv.begin_step(cache, state, batch)
     outs = []
     for layer in range(len(q)):
         out, step = fp8kv.attend(step, layer, q[layer], k[layer], v[layer])
         outs.append(out)
     return outs, *fp8kv.end_step(step)
+
+
+class _Chain:
+    """A compiled step that hands its cache and its state, scales frozen, to the next."""
+
+    def __init__(self, step: Step, args: Any, shape: StepShape, telemetry: bool):
+        self.args = args
+        self.cache = llama_step.full_cache(shape)
+        state = fp8kv.init_calibration(
+            fp8kv.CalibrationConfig(window_tokens=1),
+            shape.cache,
+            max_tokens_per_step=args[0].token_ids.size,
+            telemetry=telemetry,
+        )
+        self.state = fp8kv.release_window(replace(state, frozen=jnp.array(True)))
+        jitted = jax.jit(step, donate_argnums=(0, 1))
+        self.step = jitted.lower(self.cache, self.state, *args).compile()
+
+    def __call__(self) -> Any:
+        out, self.cache, self.state = self.step(self.cache, self.state, *self.args)
+        return out
+
+
+def _pair(step: Step, args: Any, shape: StepShape) -> list[_Chain]:
+    """Compiles a step without and with telemetry, side by side."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return list(pool.map(lambda on: _Chain(step, args, shape, on), (False, True)))
+
+
+def _compared(
+    op: str, case: str, pair: list[_Chain], *, chained: int | None = None
+) -> Iterator[Row]:
+    """Times both in turn: on the device, or by the wall if steps are chained."""
+    samples: list[list[float]] = [[], []]
+    for _ in range(ROUNDS):
+        for chain, times in zip(pair, samples, strict=True):
+            if chained is None:
+                timed = device_times([chain], repeats=REPEATS)
+            else:
+                timed = wall_times([chain], repeats=REPEATS, chained=chained)
+            times.append(timed.median)
+    clock = "device" if chained is None else "wall"
+    without, with_telemetry = (Times.of(times) for times in samples)
+    names = {"op": op, "implementation": implementations()[0]}
+    yield names | {"case": f"{case} {clock}"} | spread(without, clock)
+    ratio = {"over_plain": with_telemetry.median / without.median}
+    case = f"{case} {clock}, telemetry"
+    yield names | {"case": case} | spread(with_telemetry, clock) | ratio
+
+
+def _batch(shape: StepShape, num_queries: int) -> fp8kv.Batch:
+    """Makes the newest tokens of each sequence."""
+    num_seqs, seq_len = shape.num_seqs, shape.seq_len
+    page_size = llama_step.PAGE_SIZE
+    pages = np.arange(shape.cache.num_pages).reshape(num_seqs, -1)
+    positions = np.arange(seq_len - num_queries, seq_len)
+    slots = pages[:, positions // page_size] * page_size + positions % page_size
+    arrays = {
+        "token_ids": np.zeros((num_seqs, num_queries)),
+        "slot_mapping": slots,
+        "query_starts": np.full(num_seqs, seq_len - num_queries),
+        "seq_lens": np.full(num_seqs, seq_len),
+        "block_table": pages,
+    }
+    return fp8kv.Batch(**{k: jnp.asarray(x, jnp.int32) for k, x in arrays.items()})
+
+
+def _rows(shape: StepShape, num_queries: int, heads: tuple[int, ...]) -> Iterator[Any]:
+    """Makes random q, k and v of all layers."""
+    for key, num_heads in zip(
+        jax.random.split(jax.random.key(0), 3), heads, strict=True
+    ):
+        size = shape.model.num_layers, shape.num_seqs, num_queries, num_heads
+        rows = jax.random.normal(key, (*size, shape.model.head_dim), jnp.bfloat16)
+        yield tuple(rows)

@@ -78,17 +78,13 @@ def compare(
     Exit code 0: B is better than A, or no worse within the bounds. 1: it is worse, or
     the intervals are too wide to say that it is not. 2: an error.
     """
-    for name, number, least in (
-        ("--prompts", prompts, 2),
-        ("--max-prompt-tokens", max_prompt_tokens, 1),
-        ("--max-new-tokens", max_new_tokens, 1),
-        ("--concurrency", concurrency, 1),
-        ("--repeats", repeats, 0),
-        ("--draws", draws, 100),
-        ("--tokens-per-step", tokens_per_step, 16),
-    ):
-        if number < least:
-            raise UserError(f"Expected {name} of at least {least}, got {number}.")
+    check_least = replay_options.check_least
+    check_least(2, prompts=prompts)
+    check_least(1, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
+    check_least(1, concurrency=concurrency)
+    check_least(0, repeats=repeats)
+    check_least(100, draws=draws)
+    check_least(16, tokens_per_step=tokens_per_step)
     if workload.suffix == ".safetensors":
         raise UserError(
             f"Expected --workload with prompts, got the trace {workload}: nothing can "

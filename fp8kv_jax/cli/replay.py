@@ -63,22 +63,15 @@ def replay(
 
     Exit code 0: the policy is met. 1: it is not. 2: an error.
     """
-    for name, number in (
-        ("--max-prompt-tokens", max_prompt_tokens),
-        ("--max-new-tokens", max_new_tokens),
-        ("--attribution-samples", attribution_samples),
-        ("--attribution-tokens", attribution_tokens),
-    ):
-        if number < 1:
-            raise UserError(f"Expected {name} of at least 1, got {number}.")
-    if generate < 0:
-        raise UserError(f"Expected --generate of 0 or more, got {generate}.")
-    if report is not None and (
-        report.suffix != ".html" or not report.absolute().parent.is_dir()
-    ):
-        raise UserError(
-            f"Expected --report FILE.html in a folder that exists, got {report}."
-        )
+    flags.check_least(
+        1,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        attribution_samples=attribution_samples,
+        attribution_tokens=attribution_tokens,
+    )
+    flags.check_least(0, generate=generate)
+    flags.check_report(report)
     with checking_input():
         rules = Policy() if policy is None else read_policy(policy)
     folder, scales, manifest = _read_scales(fp8_kv_scales)

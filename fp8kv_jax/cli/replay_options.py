@@ -57,7 +57,8 @@ Generate = Annotated[
     typer.Option(
         "--generate",
         metavar="N",
-        help="Continue N prompts both ways, those with an expected answer first.",
+        help="Continue N prompts both ways, of all classes in turn, those with an "
+        "expected answer first.",
     ),
 ]
 MaxNewTokens = Annotated[
@@ -132,6 +133,32 @@ AttachEvidence = Annotated[
         "--attach-evidence", help="Add the verdict to the artifact's evidence."
     ),
 ]
+
+
+def check_least(least: int, **numbers: int) -> None:
+    """Checks numbers by the names of their flags, underscores for dashes.
+
+    Raises:
+      UserError: if one is smaller.
+    """
+    for name, number in numbers.items():
+        if number < least:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"Expected {flag} of at least {least}, got {number}.")
+
+
+def check_report(path: Path | None) -> None:
+    """Checks that a report can be written where it should go.
+
+    Raises:
+      UserError: if its name or its folder is wrong.
+    """
+    if path is None:
+        return
+    if path.suffix != ".html" or not path.absolute().parent.is_dir():
+        raise UserError(
+            f"Expected --report FILE.html in a folder that exists, got {path}."
+        )
 
 
 def parse_formats(text: str) -> tuple[Format, ...]:

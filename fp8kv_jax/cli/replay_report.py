@@ -1,5 +1,6 @@
 """What `fp8kv replay` says when it is done: tables, JSON, or a page."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich import box
@@ -11,13 +12,20 @@ from fp8kv_jax.cli.errors import UserError
 from fp8kv_jax.drift.policy import slice_name
 from fp8kv_jax.drift.result import (
     Attribution,
+    Check,
     FormatReport,
     QualityReport,
     ReplayResult,
 )
+from fp8kv_jax.drift.result_quality import alike
 
 # A file has no edge that a table should be squeezed to.
 _FILE_WIDTH = 140
+# Other scales that the attribution's sample was run with.
+_SCALES = {
+    "live_head": "one scale a head of this traffic",
+    "live_tensor": "one scale a layer of this traffic",
+}
 _MOST_FLAGS, _MOST_LAYERS, _MOST_WORST = 12, 6, 5
 
 
@@ -51,10 +59,20 @@ def show(result: ReplayResult, *, as_json: bool) -> None:
     if result.formats is not None:
         console.print(_formats_table(result.formats))
     say(_capacity_line(result))
-    for check in result.verdict.checks:
-        if check.outcome in ("failed", "note", "skipped"):
-            say(f"{check.outcome}: {check.words}")
+    for line in _verdict_lines(result.verdict.checks):
+        say(line)
     say(f"{result.verdict.verdict}: {result.verdict.envelope}")
+
+
+def _verdict_lines(checks: Sequence[Check]) -> Iterator[str]:
+    """What failed and what is noted, a line each; then all that was skipped."""
+    for check in checks:
+        if check.outcome in ("failed", "note"):
+            yield f"{check.outcome}: {check.words}"
+    few = [check for check in checks if check.outcome == "skipped"]
+    if few:
+        names = ", ".join(f"{check.slice} ({check.value:,.0f})" for check in few)
+        yield f"skipped: fewer than {few[0].limit:,.0f} tokens: {names}"
 
 
 def _slices_table(result: ReplayResult) -> Table:
@@ -100,13 +118,14 @@ def _quality_lines(quality: QualityReport) -> list[str]:
         if curve.slope is not None and curve.slope_error is not None:
             grows = "grows" if curve.accumulates else "does not grow"
             lines.append(
-                f"KL over {curve.axis} positions {grows}: {curve.slope:+.2g} "
-                f"({curve.slope_error:.1g}) nats per 1,000 tokens"
+                f"KL over {curve.axis} positions {grows}: {curve.slope:+.2g} +- "
+                f"{curve.slope_error:.1g} nats per 1,000 tokens"
             )
-    for token in quality.worst_tokens[:_MOST_WORST]:
+    for token, more in alike(quality.worst_tokens)[:_MOST_WORST]:
+        where = f"{token.sample} and {more} more" if more else token.sample
         lines.append(
-            f"worst: KL {token.kl:.3g} in {token.sample} at {token.position}: "
-            f"...{token.context[-40:]!r} -> {token.full_top!r} "
+            f"worst: KL {token.kl:.3g} in {where} at token {token.position}: "
+            f"...{token.context[-40:]!r} -> full precision {token.full_top!r} "
             f"{token.full_probability:.0%}, FP8 {token.fp8_top!r} "
             f"{token.fp8_probability:.0%}"
         )
@@ -134,6 +153,7 @@ def _generated_table(result: ReplayResult) -> Table:
 
 def _layers_table(attribution: Attribution) -> Table:
     table = Table("FP8 in", "KL", "share", "top-1", box=box.SIMPLE)
+    table.title = f"Attribution, {_size(attribution)}"
     for column in table.columns[1:]:
         column.justify = "right"
     whole = (f"{attribution.kl_mean:.3g}", "", f"{attribution.top1_agreement:.2%}")
@@ -146,7 +166,7 @@ def _layers_table(attribution: Attribution) -> Table:
         name = f"all but {','.join(map(str, x.layers))}"
         table.add_row(name, f"{x.kl_mean:.3g}", "", f"{x.top1_agreement:.2%}")
     for x in attribution.scales[1:]:
-        name = f"all, scales {x.name.replace('_', ' by ')}"
+        name = f"all, {_SCALES[x.name]}"
         table.add_row(name, f"{x.kl_mean:.3g}", "", f"{x.top1_agreement:.2%}")
     return table
 
@@ -156,11 +176,12 @@ def _formats_table(report: FormatReport) -> Table:
         "format",
         "KL",
         "top-1",
-        "error (worst layer)",
+        "attention error (worst layer)",
         "bytes/token",
         "metadata",
     )
     table = Table(*headers, box=box.SIMPLE)
+    table.title = f"Formats, {_size(report)}"
     for column in table.columns[1:]:
         column.justify = "right"
     for x in report.trials:
@@ -179,12 +200,19 @@ def _formats_table(report: FormatReport) -> Table:
     return table
 
 
+def _size(sample: Attribution | FormatReport) -> str:
+    return f"{sample.num_tokens:,} tokens of {sample.num_samples} samples"
+
+
 def _capacity_line(result: ReplayResult) -> str:
     capacity = result.capacity
+    fp8, bf16 = capacity.fp8, capacity.bf16
     return (
-        f"cache: {capacity.fp8.total:,} bytes against {capacity.bf16.total:,} in BF16 "
-        f"({capacity.saved_share:.1%} less), {capacity.fp8.bytes_per_token:,} against "
-        f"{capacity.bf16.bytes_per_token:,} a token"
+        f"cache: {fp8.total:,} bytes (pages {fp8.pages:,}, of them unused ends "
+        f"{fp8.page_end_waste:,}; scales {fp8.scales:,}; block tables "
+        f"{fp8.block_tables:,}) against {bf16.total:,} in BF16 "
+        f"({capacity.saved_share:.1%} less); {fp8.bytes_per_token:,} against "
+        f"{bf16.bytes_per_token:,} a token"
     )
 
 

@@ -15,6 +15,7 @@ from fp8kv_jax.cli import sweep_options as flags
 from fp8kv_jax.cli.calibrate import parse_source
 from fp8kv_jax.cli.errors import UserError, checking_input, print_warning
 from fp8kv_jax.cli.model import choose_dtype, load, make_encoder
+from fp8kv_jax.cli.replay_options import check_least
 from fp8kv_jax.cli.sweep_options import parse_list, parse_seeds
 from fp8kv_jax.cli.sweep_report import Done, report
 from fp8kv_jax.cli.sweep_screen import SweepScreen
@@ -70,24 +71,18 @@ def sweep(
     of each line of settings first, then those between.
     """
     _check_sources(trace, data, record)
-    numbers = {
-        "--num-samples": num_samples,
-        "--max-seq-len": max_seq_len,
-        "--quality-tokens": quality_tokens,
-    }
-    for name, number in numbers.items():
-        if number < 1:
-            raise UserError(f"Expected {name} of at least 1, got {number}.")
+    check_least(
+        1,
+        num_samples=num_samples,
+        max_seq_len=max_seq_len,
+        quality_tokens=quality_tokens,
+    )
     if not 0 <= quality_settings <= MAX_MEASURED:
         raise UserError(
             f"Expected --quality-settings of 0 to {MAX_MEASURED}, got "
             f"{quality_settings}."
         )
-    if plots is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UserError(
-            "Expected matplotlib for --plots, but it is not installed: install the "
-            "`plot` extra, or leave --plots out."
-        )
+    _check_plots(plots)
     # An order stands in for those that the trace's classes give.
     with checking_input():
         grid = Grid(
@@ -129,6 +124,14 @@ def _check_sources(
         )
     if record is not None and not data:
         raise UserError("Expected --data beside --record: what should be recorded?")
+
+
+def _check_plots(plots: Path | None) -> None:
+    if plots is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UserError(
+            "Expected matplotlib for --plots, but it is not installed: install the "
+            "`plot` extra, or leave --plots out."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from pallas_kernels.dispatch import Implementation
 
 # Tokens of a sequence in one step, and contexts that lanes are made for.
 _STEP_WIDTH = 64
-_SHORTEST_CONTEXT, _CONTEXT_GROWTH = 256, 4
+_SHORTEST_CONTEXT, _CONTEXT_GROWTH = 256, 8
 # What is summed up of each prompt, by column.
 COLUMNS = (
     *("tokens", "kl_a", "kl_b", "top1_a", "top1_b"),

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from fp8kv_jax.attention import attend
 from fp8kv_jax.batch import Batch
@@ -35,20 +36,20 @@ class _Step(NamedTuple):
     norm: Float32[Array, "num_layers num_kv_heads"]
 
 
-@functools.lru_cache(maxsize=16)  # several samples of one model compile once
+@functools.lru_cache(maxsize=8)  # several samples of one model compile once
 def _make_step(
     forward: Forward,
-    form: Format,
+    formats: tuple[Format, ...],
     layers: tuple[int, ...],
     implementation: Implementation | None,
 ) -> Callable:
-    """Makes the jitted step of one format; it donates both lanes.
+    """Makes the jitted step of all formats; it donates both lanes.
 
     Returns:
-      `(params, exact, seen, batch, real, scales, goes_on) -> (exact, seen, _Step)`,
-      where `scales` are a static format's scales and their reciprocals, and `goes_on`
-      says whether layers hand on what the format made of the attention output, or
-      the exact one.
+      `(params, exact, seen, batch, real, index, scales, goes_on) -> (exact, seen,
+      _Step)`, where `index` says which of the formats, `scales` are those of a static
+      one and their reciprocals, and `goes_on` says whether layers hand on what the
+      format made of the attention output, or the exact one.
     """
 
     def run(
@@ -57,7 +58,8 @@ def _make_step(
         seen: Lane,
         batch: Batch,
         real: Float32[Array, "num_tokens"],
-        scales: Float32[Array, "2 2 layers num_kv_heads"] | None,
+        index: Int32[Array, ""],
+        scales: Float32[Array, "2 2 layers num_kv_heads"],
         goes_on: Bool[Array, ""],
     ) -> tuple[Lane, Lane, _Step]:
         def both(carry, layer, q, k, v, **options):
@@ -65,8 +67,10 @@ def _make_step(
             options["implementation"] = implementation
             want, exact_step = attend(exact_step, layer, q, k, v, **options)
             if layer in layers:
-                row = layers.index(layer)
-                k, v = _see(form, k, v, None if scales is None else scales[:, :, row])
+                # One step for all: each compilation takes as long as many passes.
+                sees = [functools.partial(_see, form) for form in formats]
+                row = scales[:, :, layers.index(layer)]
+                k, v = lax.switch(index, sees, k, v, row)
             out, seen_step = attend(seen_step, layer, q, k, v, **options)
             error = sum_squares(out, want, real, num_kv_heads=k.shape[2])
             out = jnp.where(goes_on, out, want)
@@ -84,12 +88,12 @@ def _make_step(
 
 
 def _see(
-    form: Format, k: BatchRows, v: BatchRows, scales: Float32[Array, "2 2 h"] | None
+    form: Format, k: BatchRows, v: BatchRows, scales: Float32[Array, "2 2 h"]
 ) -> tuple[Array, Array]:
     """What a reader of the format sees of K and V, as rows of twice the heads."""
     rows = jnp.concatenate([k, v], axis=2)
     flat = rows.reshape(-1, *rows.shape[2:])
-    if scales is None:
+    if form.granularity is None:
         seen = form.fake_quantize(flat)
     else:
         scale, inv_scale = scales.reshape(2, -1)
@@ -118,13 +122,13 @@ class FormatTrials:
     ) -> None:
         self.report: FormatReport | None = None
         self._sample = sample
-        self._formats = formats
+        self._formats = tuple(formats)
         # Reciprocals are made here: a GPU divides differently.
         by_head, by_tensor = (
             np.stack([scale, np.float32(1) / scale])
             for scale in fitted_scales(live_amax)
         )
-        self._scales = {"head": by_head, "tensor": by_tensor, None: None}
+        self._scales = {"head": by_head, "tensor": by_tensor}
         cache = replace(sample.cache, dtype="float32", high_precision_layers=())
         self._lanes = [sample.make_lane(cache) for _ in range(2)]
 
@@ -138,15 +142,15 @@ class FormatTrials:
         cache = self._sample.cache
         shape = cache.num_layers, cache.num_kv_heads
         trials, done = [], 0
-        for form in self._formats:
+        for index, form in enumerate(self._formats):
             kl, same_top = 0.0, 0
             error, norm = np.zeros((2, *shape))
             for batch, real in self._sample.batches():
-                local = self._advance(form, batch, real, goes_on=False)
+                local = self._advance(index, batch, real, goes_on=False)
                 error += np.asarray(local.error)
                 norm += np.asarray(local.norm)
                 yield (done := done + 1)
-                whole = self._advance(form, batch, real, goes_on=True)
+                whole = self._advance(index, batch, real, goes_on=True)
                 sums = compare_tokens(local.logits, whole.logits, jnp.asarray(real))
                 kl, same_top = kl + float(sums[0]), same_top + int(sums[1])
                 yield (done := done + 1)
@@ -168,18 +172,21 @@ class FormatTrials:
         )
 
     def _advance(
-        self, form: Format, batch: Batch, real: np.ndarray, *, goes_on: bool
+        self, index: int, batch: Batch, real: np.ndarray, *, goes_on: bool
     ) -> _Step:
         sample = self._sample
         step = _make_step(
-            sample.forward, form, sample.saved.layers, sample.implementation
+            sample.forward, self._formats, sample.saved.layers, sample.implementation
         )
+        # A format without scales ignores them.
+        granularity = self._formats[index].granularity or "head"
         *self._lanes, result = step(
             sample.params,
             *self._lanes,
             batch,
             jnp.asarray(real),
-            self._scales[form.granularity],
+            jnp.asarray(index),
+            self._scales[granularity],
             jnp.asarray(goes_on),
         )
         return result

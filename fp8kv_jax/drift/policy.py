@@ -371,8 +371,8 @@ def _envelope(
         bounds = sorted({(c.name, c.limit) for c in checks if c.outcome == "passed"})
         spelled = ", ".join(f"{name} {limit:.4g}" for name, limit in bounds)
         return (
-            f"FP8 with {scales} passed {', '.join(good) or 'the whole'} to {reach}"
-            f"{kind}, with the bounds {spelled}."
+            f"FP8 with {scales} passed {', '.join(good) or 'the workload as a whole'} "
+            f"to {reach}{kind}, with the bounds {spelled}."
         )
     alone = f" On their own, these classes did: {', '.join(good)}." if good else ""
     return f"FP8 with {scales} did not pass this workload.{alone}"

@@ -77,12 +77,9 @@ def generate_both(
     longest = max(len(p.prompt_ids) for p in prompts) + max_new_tokens
     num_seqs = min(_PROMPTS_AT_ONCE, len(prompts))
     fp8 = replace(cache, num_pages=num_seqs * -(-longest // cache.page_size))
-    lanes = (
-        ("full_ids", replace(fp8, dtype=wide_dtype), None),
-        ("fp8_ids", fp8, scales),
-    )
+    wide = replace(fp8, dtype=wide_dtype)
     num_tokens = 0
-    for name, config, given in lanes:
+    for name, config, given in (("full_ids", wide, None), ("fp8_ids", fp8, scales)):
         generator = Generator(
             forward,
             params,

@@ -234,7 +234,9 @@ class RangeSums:
         saturated, tokens, _, nonfinite = map(int, self.counts[tensor, row, 0, head])
         live = self.amax[tensor, row, 0]
         if saturated:
-            words = f"{saturated} saturated values in {tokens} tokens"
+            words = (
+                f"{_count(saturated, 'saturated value')} in {_count(tokens, 'token')}"
+            )
             yield flag("clipped", saturated, 0, words)
         if nonfinite:
             yield flag("nonfinite", nonfinite, 0, f"{nonfinite} NaN or Inf")
@@ -263,3 +265,7 @@ def _amounts(x: np.ndarray) -> tuple[tuple[float, ...], ...]:
 
 def _maybe_amounts(x: np.ndarray) -> tuple[tuple[float | None, ...], ...]:
     return tuple(tuple(None if np.isnan(v) else float(v) for v in row) for row in x)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -36,12 +36,13 @@ from fp8kv_jax.drift.workload_slices import NUM_DIMENSIONS, SliceTable
 from fp8kv_jax.scales.scale_set import ScaleSet
 from pallas_kernels.dispatch import Implementation
 
-# Tokens of a sequence in one step: the last one wastes half of them on average.
-_STEP_WIDTH = 64
+# Tokens of a sequence in one step: the last one wastes half of them on average. Each
+# step reads the whole context, so that longer ones take wider steps.
+_STEP_WIDTH, _STEPS_PER_CONTEXT = 64, 16
 # Tokens shown before a bad one.
 _CONTEXT_TOKENS = 24
 # Contexts grow by a factor from shape to shape: few shapes, each compiled once.
-_SHORTEST_CONTEXT, _CONTEXT_GROWTH = 256, 4
+_SHORTEST_CONTEXT, _CONTEXT_GROWTH = 256, 8
 
 type Decode = Callable[[Sequence[int]], str]
 
@@ -131,6 +132,8 @@ class _Bench:
     different lengths waste no steps.
     """
 
+    num_seqs: int
+    width: int
     table: BlockTable
     wide: Lane
     fp8: Lane
@@ -170,8 +173,6 @@ class Replay:
         self.config = config
         self.ranges = RangeSums(saved, slices, head_dim=cache.head_dim)
         self.num_tokens = 0
-        self._width = min(_STEP_WIDTH, config.max_tokens)
-        self._num_seqs = max(1, config.tokens_per_step // self._width)
         self._params = params
         self._scales = scales
         self._slices = slices
@@ -206,9 +207,9 @@ class Replay:
             bench = self._benches.get(context)
             if bench is None:
                 bench = self._benches[context] = self._make_bench(context)
-            while len(bench.rows) == self._num_seqs:
+            while len(bench.rows) == bench.num_seqs:
                 yield self._run_step(bench)
-            free = next(i for i in range(self._num_seqs) if i not in bench.rows)
+            free = next(i for i in range(bench.num_seqs) if i not in bench.rows)
             bench.rows[free] = _Row(sequence=sequence)
         for bench in self._benches.values():
             while bench.rows:
@@ -237,11 +238,16 @@ class Replay:
         return min(context, self.config.max_tokens)
 
     def _make_bench(self, context: int) -> _Bench:
-        cache, num_seqs = self.config.cache, self._num_seqs
+        cache, tokens = self.config.cache, self.config.tokens_per_step
+        width = max(_STEP_WIDTH, context // _STEPS_PER_CONTEXT)
+        width = min(width, context, max(_STEP_WIDTH, tokens))
+        num_seqs = max(1, tokens // width)
         pages_per_seq = -(-context // cache.page_size)
         fp8 = replace(cache, num_pages=num_seqs * pages_per_seq)
         wide = replace(fp8, dtype=self.config.wide_dtype)
         return _Bench(
+            num_seqs=num_seqs,
+            width=width,
             table=BlockTable(
                 num_pages=fp8.num_pages,
                 page_size=fp8.page_size,
@@ -254,7 +260,7 @@ class Replay:
 
     def _run_step(self, bench: _Bench) -> int:
         """Scores the next stretch of each row; returns how many tokens that makes."""
-        width, num_slices = self._width, len(self._slices)
+        width, num_slices = bench.width, len(self._slices)
         rows = dict(bench.rows)
         ids = {
             i: row.sequence.token_ids[row.done : row.done + width]
@@ -265,9 +271,9 @@ class Replay:
             ids,
             {i: row.done for i, row in rows.items()},
             num_queries=width,
-            num_seqs=self._num_seqs,
+            num_seqs=bench.num_seqs,
         )
-        shape = (self._num_seqs, width)
+        shape = (bench.num_seqs, width)
         labels = np.full(shape, -1, np.int32)
         slices = np.full((*shape, NUM_DIMENSIONS), num_slices, np.int32)
         positions = np.zeros(shape, np.int32)
@@ -308,7 +314,7 @@ class Replay:
     def _take(self, measured: Measured, scored: _Scored) -> None:
         """Adds up what a step measured of its real tokens."""
         rows, columns = np.nonzero(scored.slices[..., 0] < len(self._slices))
-        flat = rows * self._width + columns
+        flat = rows * scored.labels.shape[1] + columns
         quality = type(measured.quality)(*(x[flat] for x in measured.quality))
         if not np.isfinite(quality.kl).all():
             where = scored.sequences[rows[~np.isfinite(quality.kl)][0]]

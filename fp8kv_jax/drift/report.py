@@ -14,6 +14,7 @@ import jinja2
 from fp8kv_jax.drift import report_figures as figures
 from fp8kv_jax.drift.report_charts import short, small_ratio
 from fp8kv_jax.drift.result import ReplayResult
+from fp8kv_jax.drift.result_quality import alike
 from fp8kv_jax.scales.files import write_file
 
 # What HTML does not allow, or what would change how the text around it reads.
@@ -44,7 +45,7 @@ def render(result: ReplayResult) -> str:
         slice_rows=list(figures.slice_rows(result)),
         range_figures=figures.range_figures(result.range),
         histogram_figures=figures.histogram_figures(result.range),
-        worst_tokens=figures.alike(quality.worst_tokens) if quality else [],
+        worst_tokens=alike(quality.worst_tokens) if quality else [],
         quality_figures=figures.quality_figures(quality) if quality else [],
         error_figure=figures.error_figure(result) if quality else None,
         attribution_figures=(

@@ -15,7 +15,6 @@ from fp8kv_jax.drift.result import (
     RangeTable,
     ReplayResult,
     Slice,
-    WorstToken,
 )
 
 # Columns of one chart; what comes after them stands in the table.
@@ -373,19 +372,6 @@ def slice_rows(
             k, v = (_extreme(result.range, t) for t in (part.k, part.v))
             quality = scored.get((part.slice.dimension, part.slice.name))
             yield part.slice, saturated, k, v, quality
-
-
-def alike(tokens: Sequence[WorstToken]) -> list[tuple[WorstToken, int]]:
-    """Tokens in order, with how many more there are of the same text.
-
-    Chats share the words of their template: one bad token of it comes with each.
-    """
-    more: dict[tuple[str, ...], tuple[WorstToken, int]] = {}
-    for token in tokens:
-        key = (token.context, token.next_token, token.full_top, token.fp8_top)
-        first, number = more.get(key, (token, -1))
-        more[key] = (first, number + 1)
-    return list(more.values())
 
 
 def _extreme(report: RangeReport, table: RangeTable) -> Extreme | None:

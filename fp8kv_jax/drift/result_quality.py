@@ -1,6 +1,7 @@
 """Records of a replay: quality of what the model says, teacher-forced and generated."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from fp8kv_jax.drift.result_range import Amounts, Slice
@@ -171,3 +172,16 @@ class GeneratedReport(Checked):
     @property
     def overall(self) -> GeneratedSlice:
         return self.slices[0]
+
+
+def alike(tokens: Sequence[WorstToken]) -> list[tuple[WorstToken, int]]:
+    """Tokens in order, with how many more there are of the same text.
+
+    Chats share the words of their template: one bad token of it comes with each.
+    """
+    more: dict[tuple[str, ...], tuple[WorstToken, int]] = {}
+    for token in tokens:
+        key = (token.context, token.next_token, token.full_top, token.fp8_top)
+        first, number = more.get(key, (token, -1))
+        more[key] = (first, number + 1)
+    return list(more.values())

@@ -149,7 +149,7 @@ def test_a_clipped_row_is_found_with_its_exact_count(params, scales):
     values = 2 * 4 * 2 * example.HEAD_DIM * report.overall.slice.num_tokens
     assert sums.saturated_share == example.HEAD_DIM / values
     assert (
-        report.flags[0].words == "V of layer 3, head 0: 8 saturated values in 1 tokens"
+        report.flags[0].words == "V of layer 3, head 0: 8 saturated values in 1 token"
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import replay_examples as example
 
+from fp8kv_jax.drift import replay as engine
 from fp8kv_jax.drift.replay import Replay, ReplaySequence
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -124,6 +125,30 @@ def test_how_sequences_are_packed_changes_nothing_but_rounding(
     assert other.range_report().overall.k.live_amax == pytest.approx(
         np.array(replay.range_report().overall.k.live_amax), rel=2**-8
     )
+
+
+def test_a_long_context_takes_few_steps_to_the_same_result(
+    params, scales, replayed, monkeypatch
+):
+    # Eight tokens, or half of the context of 96.
+    monkeypatch.setattr(engine, "_STEP_WIDTH", 8)
+    monkeypatch.setattr(engine, "_STEPS_PER_CONTEXT", 2)
+    sequences, want = replayed
+    other = Replay(
+        example.forward,
+        params,
+        scales,
+        example.replay_config(tokens_per_step=example.MAX_TOKENS),
+        example.slices_of(max_new_tokens=16),
+        decode=lambda ids: "",
+    )
+    longest = max(sequences, key=lambda s: len(s.token_ids))
+    assert len(longest.token_ids) > example.MAX_TOKENS // 2
+    assert len(list(other.run([longest]))) == 2
+    list(other.run([s for s in sequences if s is not longest]))
+    want, got = (r.quality_report().overall for r in (want, other))
+    assert got.slice == want.slice
+    assert got.kl_mean == pytest.approx(want.kl_mean, rel=0.02)
 
 
 def test_wider_fp8_steps_lose_more(params, scales, replayed):

@@ -146,7 +146,7 @@ def test_a_policy_that_is_not_met_ends_with_1(cli, files, scales, tmp_path):
         (["--workload", "none.jsonl"], "Expected a readable file, got none.jsonl"),
         (["--policy", "none.toml"], "Expected a readable policy file"),
         (["--fp8-kv-scales", "none"], "none"),
-        (["--generate", -1], "Expected --generate of 0 or more, got -1."),
+        (["--generate", -1], "Expected --generate of at least 0, got -1."),
         (["--max-prompt-tokens", 0], "--max-prompt-tokens of at least 1, got 0."),
         (["--formats", "fp9"], "Expected --formats all, none, or names among bf16, "),
         (["--top-k", 1], "Expected top_k of at least 2, got 1."),

@@ -229,6 +229,16 @@ def test_formats_stand_beside_their_bytes(page):
     assert "int8_token_head" not in without
 
 
+def test_rounding_costs_no_more_than_what_was_measured_with_the_saved_scales(page):
+    assert "nothing leaves it 0.011 nats of mean KL remain with scales" in page.text
+    drifts = dataclasses.replace(
+        example.result().drifts, kl_fitted=0.023, kl_from_scales=-0.011
+    )
+    text = Page(render(example.result(drifts=drifts))).text
+    assert "nothing leaves it 0.012 nats of mean KL on the attribution's" in text
+    assert "nothing Scales made from this very traffic do no better: 0.023" in text
+
+
 def test_no_saturation_is_a_sentence_and_some_is_a_map(page):
     assert "No value of K does." in page.text
     text = render(example.result(range=example.range_report(saturated=8)))
