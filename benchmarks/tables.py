@@ -29,6 +29,7 @@ MORE = {
     "device_us": "device {:,.0f} us",
     "over_limit": "{:.3f} x limit",
     "kv_over_limit": "append + attention {:.3f} x KV limit",
+    "over_plain": "{:.3f} x without",
     "over_frozen": "{:.3f} x frozen",
     "dispatch_us": "host {:,.0f} us",
     "num_kernels": "{} kernels",
