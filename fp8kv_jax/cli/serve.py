@@ -1,8 +1,10 @@
 """`fp8kv serve`: an OpenAI-compatible server over an FP8 KV cache."""
 
+import contextlib
 import importlib.util
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,12 +31,15 @@ from fp8kv_jax.cli.static_scales import (
 from fp8kv_jax.parallel import Placement
 
 if TYPE_CHECKING:
-    from fp8kv_jax.serving import Engine
+    from fp8kv_jax.serving import Engine, EngineConfig
     from fp8kv_jax.serving.http.config import ServedModel, ServerConfig
     from models.loading import LoadedModel
 
 _LONGEST_BY_DEFAULT = 4096
-_CHUNK = 128
+_NUM_SEQS, _CHUNK, _MAX_TOKENS_PER_STEP = 32, 128, 512
+# A CPU takes longer to compile a step than to answer a question, and padding costs it
+# as much as tokens do: two steps, small ones, and the first is enough to begin.
+_NUM_SEQS_ON_CPU, _CHUNK_ON_CPU = 4, 32
 # Of the memory left; the rest is for the steps and the window.
 _POOL_SHARE = 0.7
 _FULL_SEQUENCES_ON_CPU = 8
@@ -48,7 +53,7 @@ def serve(
     served_model_name: flags.ServedName = None,
     dtype: options.Dtype = None,
     tensor_parallel_size: options.TensorParallelSize = 1,
-    max_num_seqs: flags.MaxNumSeqs = 32,
+    max_num_seqs: flags.MaxNumSeqs = None,
     max_model_len: flags.MaxModelLen = None,
     max_num_batched_tokens: flags.MaxNumBatchedTokens = None,
     num_pages: flags.NumPages = None,
@@ -144,7 +149,7 @@ class _Request:
     name: str | None
     dtype: options.ComputeDtype | None
     tensor_parallel_size: int
-    max_num_seqs: int
+    max_num_seqs: int | None
     max_seq_len: int | None
     max_tokens_per_step: int | None
     num_pages: int | None
@@ -236,9 +241,11 @@ def _serve(
     from fp8kv_jax.serving.http.worker import Worker
 
     prepare = preparation(prompts)
+    status_line = contextlib.ExitStack()
 
     def prepare_and_say(engine: "Engine") -> None:
         prepare(engine)
+        status_line.close()
         stats = engine.stats()
         progress = f"{stats.tokens_seen} of {stats.window_tokens} tokens"
         frozen = "scales are frozen" if stats.frozen else f"calibrating: {progress}"
@@ -265,7 +272,9 @@ def _serve(
     host, port = bound.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     _note(f"listening on http://{host}:{port} | compiling")
-    server.run(sockets=[bound])
+    with status_line:
+        status_line.enter_context(_show_progress(engine))
+        server.run(sockets=[bound])
     if worker.error is not None:
         raise worker.error
     if not worker.has_ended:  # it compiles, which nothing can stop but an exit
@@ -273,6 +282,21 @@ def _serve(
     _note("stopped")
     if snapshots is not None:
         snapshots.check_saved()
+
+
+def _show_progress(engine: "Engine") -> Screen:
+    """A status line about a start, from now on."""
+    started = time.monotonic()
+
+    def progress() -> str:
+        num_compiled, num_steps = engine.compiled
+        doing = f"compiling: {num_compiled} of {num_steps} steps"
+        stats = engine.stats()
+        if stats.num_steps:
+            doing = f"calibrating: {stats.tokens_seen} of {stats.window_tokens} tokens"
+        return f"{doing} | {time.monotonic() - started:.0f} s"
+
+    return Screen(progress)
 
 
 def _served(request: _Request, model: "LoadedModel") -> "ServedModel":
@@ -320,7 +344,7 @@ def _make_engine(
     static: StaticScales | None,
     placement: Placement | None,
 ) -> "Engine":
-    from fp8kv_jax.serving import Engine, EngineConfig
+    from fp8kv_jax.serving import Engine
 
     config = model.config
     max_seq_len = request.max_seq_len or min(config.max_context, _LONGEST_BY_DEFAULT)
@@ -329,7 +353,6 @@ def _make_engine(
             f"Expected --max-model-len of at most {config.max_context}, the model's "
             f"context, got {max_seq_len}."
         )
-    chunk = min(_CHUNK, max_seq_len)
     wide = "float32" if dtype == "float32" else "bf16"
     asked = request.kv_cache_dtype
     cache = CacheConfig(
@@ -346,24 +369,37 @@ def _make_engine(
         cache = replace(
             cache, num_pages=_num_pages_that_fit(cache, max_seq_len, placement)
         )
-    engine_config = EngineConfig(
-        max_num_seqs=request.max_num_seqs,
-        max_seq_len=max_seq_len,
-        max_tokens_per_step=request.max_tokens_per_step
-        or max(512, request.max_num_seqs + chunk),
-        chunk=chunk,
-        compilation_cache=request.compilation_cache,
-    )
     return Engine(
         model.forward,
         model.params,
         cache,
         request.calibration,
-        engine_config,
+        _engine_config(request, max_seq_len),
         scales=static.scale_set if static else None,
         eos_ids=model.tokenizer.eos_ids,
         detokenizer=model.tokenizer.stream_decoder,
         placement=placement,
+    )
+
+
+def _engine_config(request: _Request, max_seq_len: int) -> "EngineConfig":
+    from fp8kv_jax.serving import EngineConfig
+
+    num_seqs, chunk, budget = _NUM_SEQS, _CHUNK, _MAX_TOKENS_PER_STEP
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu:
+        num_seqs, chunk, budget = _NUM_SEQS_ON_CPU, _CHUNK_ON_CPU, 0
+    if request.max_num_seqs is not None:
+        num_seqs = request.max_num_seqs
+    chunk = min(chunk, max_seq_len)
+    return EngineConfig(
+        max_num_seqs=num_seqs,
+        max_seq_len=max_seq_len,
+        max_tokens_per_step=request.max_tokens_per_step
+        or max(budget, num_seqs + chunk),
+        chunk=chunk,
+        quick_start=on_cpu,
+        compilation_cache=request.compilation_cache,
     )
 
 

@@ -38,8 +38,13 @@ ServedName = Annotated[
     ),
 ]
 MaxNumSeqs = Annotated[
-    int,
-    typer.Option("--max-num-seqs", metavar="N", help="Continuations run at a time."),
+    int | None,
+    typer.Option(
+        "--max-num-seqs",
+        metavar="N",
+        show_default="32; 4 on a CPU",
+        help="Continuations run at a time.",
+    ),
 ]
 MaxModelLen = Annotated[
     int | None,
@@ -55,7 +60,7 @@ MaxNumBatchedTokens = Annotated[
     typer.Option(
         "--max-num-batched-tokens",
         metavar="N",
-        show_default="512, or what a chunk needs",
+        show_default="512, or what a chunk needs; that alone on a CPU",
         help="Tokens of a step at most.",
     ),
 ]

@@ -120,6 +120,7 @@ class Engine:
             make_cache(cache_config, placement),
             calibration,
             layout,
+            quick_start=config.quick_start,
             implementation=implementation,
             placement=placement,
         )
@@ -180,6 +181,14 @@ class Engine:
         self.runner.warm_up(
             greedy_only=greedy_only, offloads=offloads, background=background
         )
+
+    @property
+    def compiled(self) -> tuple[int, int]:
+        """How many of the steps that `warm_up` waits for are there, and of how many.
+
+        May be read in any thread.
+        """
+        return self.runner.compiled
 
     def close(self) -> None:
         """Stops what still compiles in the background."""
@@ -298,7 +307,7 @@ class Engine:
         if not plan.num_tokens:
             return False
         self.runner.copy_pages(plan.page_copies)
-        shape = self.runner.layout.shape_of(plan)
+        shape = self.runner.shape_of(plan)
         logits = self.runner.run(plan, shape)
         self._counts["num_steps"] += 1
         self._counts["num_computed_tokens"] += plan.num_tokens

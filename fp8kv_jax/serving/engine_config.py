@@ -24,6 +24,8 @@ class EngineConfig:
         None for a few from 8 to `max_num_seqs`.
       prefill_buckets: likewise of the prefill part, in rows; None for 1 and as many
         as the budget holds. A step of each pair of heights is compiled ahead.
+      quick_start: two steps alone, the largest and that without prefill rows, and a
+        warm-up in the background waits for the largest; the window is kept.
       prefix_sharing: finds pages by the tokens they hold.
       host_pages: pages of prefixes that went out of the pool and stay in host memory.
       compilation_cache: a folder where JAX keeps what it compiled, for the next
@@ -36,6 +38,7 @@ class EngineConfig:
     chunk: int = 128
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
+    quick_start: bool = False
     prefix_sharing: bool = True
     host_pages: int = 0
     compilation_cache: Path | None = None
@@ -78,7 +81,12 @@ class EngineConfig:
             decode = buckets_up_to(self.max_num_seqs, smallest=smallest, factor=4)
         if prefill is None:
             rows = -(-self.max_tokens_per_step // self.chunk)
+            if self.quick_start:  # no row that holds next to nothing
+                rows = self.max_tokens_per_step // self.chunk
             prefill = buckets_up_to(rows, smallest=1, factor=4)
+        prefill = 0, *prefill
+        if self.quick_start:
+            decode, prefill = decode[-1:], (0, prefill[-1])
         return Layout(
             decode_buckets=decode,
             prefill_buckets=prefill,

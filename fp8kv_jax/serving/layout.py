@@ -22,7 +22,7 @@ class Layout:
 
     Args:
       decode_buckets: numbers of decoding rows, ascending.
-      prefill_buckets: likewise of prefill rows; a step without any needs none.
+      prefill_buckets: likewise of prefill rows; 0 for a step without any.
       chunk: tokens of a prefill row.
       page_size: tokens a page holds.
       pages_per_seq: width of the block tables.
@@ -38,7 +38,7 @@ class Layout:
         pages_per_seq: int,
     ) -> None:
         self.decode_buckets = tuple(decode_buckets)
-        self.prefill_buckets = (0, *prefill_buckets)
+        self.prefill_buckets = tuple(prefill_buckets)
         self.chunk = chunk
         self.page_size = page_size
         self.pages_per_seq = pages_per_seq

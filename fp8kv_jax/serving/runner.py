@@ -61,6 +61,8 @@ class Runner:
       cache: the pools, given up.
       calibration: scales and window, given up.
       layout: the shapes of steps.
+      quick_start: pads to the largest shape while another compiles, and goes on with
+        the window's steps after the freeze.
       implementation: which kernels to use; None for the best that works.
       placement: how heads lie on a mesh; None for one device. Parameters are there.
 
@@ -79,10 +81,12 @@ class Runner:
         calibration: CalibrationState,
         layout: Layout,
         *,
+        quick_start: bool = False,
         implementation: Implementation | None = None,
         placement: Placement | None = None,
     ) -> None:
         self.params = params
+        self._quick_start = quick_start
         self.placement = placement
         self.layout = layout
         self.replace_state(cache, calibration)
@@ -97,11 +101,18 @@ class Runner:
         self._copy = jax.jit(copy, donate_argnums=(0, 1))
         self._steps: dict[tuple[Shape, bool], Future] = {}
         self._choices: dict[tuple[int, int, Choice, jax.sharding.Sharding], Future] = {}
+        self._waited_for: list[tuple[Shape, bool]] = []
         self._threads = ThreadPoolExecutor(max_workers=os.cpu_count())
 
     @property
     def has_window(self) -> bool:
         return self.calibration.staged is not None
+
+    @property
+    def compiled(self) -> tuple[int, int]:
+        """How many of the steps that `warm_up` waits for are there, and of how many."""
+        steps = [self._steps.get(key) for key in self._waited_for]
+        return sum(step is not None and step.done() for step in steps), len(steps)
 
     def warm_up(
         self,
@@ -117,13 +128,20 @@ class Runner:
           offloads: compiles what moves a page out of the pool and back, too.
           background: waits for what the first greedy step needs, and for no more.
         """
-        self._compile(window=self.has_window)
-        if not background:
-            self._compile(window=False)
-        logits = self._run_on_nothing(offloads=offloads)
-        if self.has_window and not background:
+        releases = self.has_window and not self._quick_start
+        windows = (self.has_window,)
+        if releases and not background:
+            windows = (True, False)
+        shapes = self.layout.shapes
+        if self._quick_start and background:
+            shapes = shapes[-1:]
+        self._waited_for = [(s, w) for w in windows for s in shapes]
+        for shape, window in self._waited_for:
+            self._compiled(shape, window=window)
+        logits = self._run_on_nothing(shapes, offloads=offloads)
+        if releases and not background:
             with self._without_window():
-                self._run_on_nothing(offloads=offloads)
+                self._run_on_nothing(shapes, offloads=offloads)
         choices = (_GREEDY,) if greedy_only else (_GREEDY, *_OTHER_CHOICES)
         waited_for = choices[:1] if background else choices
         self._compile_choices(logits.values(), waited_for)
@@ -131,12 +149,16 @@ class Runner:
             for num_rows, x in logits.items():
                 self.choose(x, blank_rows(num_rows), choice)
         jax.block_until_ready((self._chosen, self.cache))
-        self._compile(window=False)
+        # A request may draw at once; the window's end is some requests away.
         self._compile_choices(logits.values(), choices)
+        for shape in self.layout.shapes:
+            self._compiled(shape, window=self.has_window and not releases)
 
-    def _run_on_nothing(self, *, offloads: bool) -> dict[int, jax.Array]:
+    def _run_on_nothing(
+        self, shapes: Iterable[Shape], *, offloads: bool
+    ) -> dict[int, jax.Array]:
         """Runs what changes pools and window; returns logits by their number."""
-        logits = {sum(s): self.run(Plan(), s) for s in self.layout.shapes}
+        logits = {sum(s): self.run(Plan(), s) for s in shapes}
         self._copy_some(np.full((_COPIES_PER_CALL, 2), -1, np.int32))
         if offloads:
             self.load_page(0, self.save_page(0))
@@ -153,6 +175,13 @@ class Runner:
     def close(self) -> None:
         """Stops compiling what has not been needed yet."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def shape_of(self, plan: Plan) -> Shape:
+        """The shape to run a plan in; the largest while a better one compiles."""
+        shape = self.layout.shape_of(plan)
+        step = self._steps.get((shape, self.has_window))
+        compiles = step is not None and not step.done()
+        return self.layout.shapes[-1] if self._quick_start and compiles else shape
 
     def run(self, plan: Plan, shape: Shape) -> jax.Array:
         """Runs a step; returns its logits, decoding rows first, without waiting."""
@@ -200,7 +229,7 @@ class Runner:
 
     def release_if_ready(self) -> None:
         """Frees the window once it is done with and the steps without it are there."""
-        if not (self.frozen and self.has_window):
+        if not (self.frozen and self.has_window) or self._quick_start:
             return
         without = [step for (_, window), step in self._steps.items() if not window]
         if all(step.done() for step in without):
@@ -261,10 +290,6 @@ class Runner:
             lowered = self._lower(shape, window=window)
             self._steps[key] = self._threads.submit(lowered.compile, options)
         return self._steps[key]
-
-    def _compile(self, *, window: bool) -> None:
-        for shape in self.layout.shapes:
-            self._compiled(shape, window=window)
 
     def _chooser(self, logits: jax.Array, choice: Choice) -> Future:
         num_rows, width = logits.shape[0], self.layout.max_rows

@@ -159,6 +159,8 @@ class _Info:
             "window_tokens": stats.window_tokens if stats.calibrates else 0,
             "epoch": stats.epoch,
         }
+        if state == "starting":
+            body["steps_compiled"], body["steps_to_compile"] = self._worker.compiled
         if accepts and (stats.frozen or self._ready_when == "accepting"):
             return JSONResponse(body)
         return JSONResponse(body, 503, headers={"retry-after": "1"})

@@ -128,6 +128,11 @@ class Worker:
         return self._engine.stats()
 
     @property
+    def compiled(self) -> tuple[int, int]:
+        """How many of the steps that the start waits for are there, and of how many."""
+        return self._engine.compiled
+
+    @property
     def max_seq_len(self) -> int:
         return self._engine.config.max_seq_len
 

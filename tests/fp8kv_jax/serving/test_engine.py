@@ -311,10 +311,39 @@ def test_the_budget_and_the_window_are_kept_and_the_window_is_given_back():
     assert not seen[-1].has_window
 
 
+def test_a_quick_start_pads_to_the_largest_step_while_another_compiles():
+    said = []
+    for quick_start in (False, True):
+        engine = make_engine(quick_start=quick_start)
+        small, large = engine.runner.layout.shapes
+        if quick_start:
+            steps = {(large, True): engine.runner._compiled(large, window=True)}
+            engine.runner._steps = steps | {(small, True): Future()}
+        for seed in range(3):
+            ask(engine, prompt_of(30, seed))
+        said.append(run_all(engine)[0])
+        assert engine.stats().frozen
+        assert engine.stats().has_window == quick_start
+    assert said[0] == said[1]
+    engine.warm_up(greedy_only=True, background=True)
+    assert engine.compiled == (1, 1)
+    assert set(engine.runner._steps) == {(small, True), (large, True)}
+
+
+def test_a_quick_start_has_no_row_for_less_than_a_chunk():
+    config = EngineConfig(
+        max_num_seqs=16, max_tokens_per_step=48, chunk=32, quick_start=True
+    )
+    assert config.layout(page_size=8).shapes == [(16, 0), (16, 1)]
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_warm_up_is_not_observed_and_later_steps_compile_nothing(background):
     with make_engine(window=60) as engine:
+        assert engine.compiled == (0, 0)
         engine.warm_up(greedy_only=background, background=background)
+        num_awaited = 2 if background else 4
+        assert engine.compiled == (num_awaited, num_awaited)
         assert engine.stats().tokens_seen == 0
         assert int(engine.calibration.batches_seen) == 0
         compiled = set(engine.runner._steps), set(engine.runner._choices)

@@ -259,6 +259,7 @@ def test_before_it_accepts_it_says_503_and_then_where_the_calibration_stands():
     prompts = [prompt_of(30, seed) for seed in range(4)]
 
     def prepare(engine):
+        engine.warm_up(greedy_only=True, background=True)
         begin.wait(60)
         calibrate_on(engine, prompts)
 
@@ -267,6 +268,9 @@ def test_before_it_accepts_it_says_503_and_then_where_the_calibration_stands():
         ready = server.get("/ready")
         assert ready.status_code == 503
         assert ready.json()["status"] == "starting"
+        wait_for(lambda: server.get("/ready").json()["steps_to_compile"])
+        wait_for(lambda: server.get("/ready").json()["steps_compiled"] == 2)
+        assert server.get("/ready").json()["steps_to_compile"] == 2
         assert server.get("/health").status_code == 200
         with pytest.raises(openai.InternalServerError, match="starting"):
             complete(server.openai(), "hello")
@@ -275,6 +279,7 @@ def test_before_it_accepts_it_says_503_and_then_where_the_calibration_stands():
         ready = server.get("/ready")
         assert ready.status_code == 200
         assert ready.json()["status"] == "frozen"
+        assert "steps_compiled" not in ready.json()
         assert ready.json()["tokens_seen"] >= 60
         assert complete(server.openai(), "hello", max_tokens=1).choices
 

@@ -9,9 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import httpx
+import jax
 import openai
 import pytest
 from http_server import RunningServer, wait_for
@@ -26,7 +28,7 @@ from fp8kv_jax.serving.http.config import ServerConfig
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "tests" / "models" / "data" / "tiny_llama"
-# One shape of a step for decoding and two for prompts: quick to compile.
+# One shape of a step: quick to compile.
 SIZES = "--max-num-seqs 4 --max-model-len 64 --max-num-batched-tokens 68 --page-size 8"
 
 
@@ -172,6 +174,21 @@ def test_the_command_builds_what_was_asked_for(monkeypatch, tmp_path):
     assert bound.fileno() == -1, "the port is given back"
 
 
+def test_a_cpu_has_two_small_steps_and_a_gpu_six(monkeypatch):
+    request = types.SimpleNamespace(
+        max_num_seqs=None, max_tokens_per_step=None, compilation_cache=None
+    )
+    on_cpu = serve._engine_config(request, 4096)
+    assert on_cpu.layout(page_size=128).shapes == [(4, 0), (4, 1)]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    on_gpu = serve._engine_config(request, 4096)
+    assert (on_gpu.max_num_seqs, on_gpu.chunk) == (32, 128)
+    assert on_gpu.layout(page_size=128).shapes == [
+        *[(8, 0), (8, 1), (8, 4)],
+        *[(32, 0), (32, 1), (32, 4)],
+    ]
+
+
 @pytest.fixture
 def error_of(capsys):
     """Runs a command line that cannot start; returns its one line."""
@@ -290,6 +307,7 @@ def test_the_demo_model_answers_a_question():
         model=None,
         name=None,
         dtype=None,
+        tensor_parallel_size=1,
         max_num_seqs=2,
         max_seq_len=64,
         max_tokens_per_step=66,
@@ -309,7 +327,9 @@ def test_the_demo_model_answers_a_question():
         server=ServerConfig(),
         shutdown_timeout=1,
     )
-    engine = serve._make_engine(request, model, options.ComputeDtype.FLOAT32, None)
+    engine = serve._make_engine(
+        request, model, options.ComputeDtype.FLOAT32, None, None
+    )
     served = serve._served(request, model)
     with RunningServer(engine=engine, model=served) as server:
         answer = server.openai().chat.completions.create(
