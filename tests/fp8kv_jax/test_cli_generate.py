@@ -351,7 +351,7 @@ def test_an_interruption_exits_with_130(cli, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fp8kv_jax.cli.generate.load", interrupt)
+    monkeypatch.setattr("fp8kv_jax.cli.generate.load_on", interrupt)
     assert cli("x") == (130, "", "")
 
 
@@ -360,7 +360,7 @@ def test_too_little_memory_is_an_error_and_other_failures_stay_bugs(cli, monkeyp
         def load(*_):
             raise jax.errors.JaxRuntimeError(reason)
 
-        monkeypatch.setattr("fp8kv_jax.cli.generate.load", load)
+        monkeypatch.setattr("fp8kv_jax.cli.generate.load_on", load)
 
     fail("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.")
     assert "fit the device's memory" in one_line_error(*cli("x"))
