@@ -185,16 +185,7 @@ def attend(
     step = _append(step, layer, k, v, implementation)
     cache, calibration = step.cache, step.calibration
     k_pages, v_pages = cache.k_pages[layer], cache.v_pages[layer]
-    row = calibration.row_of(layer)
-    scales = {}
-    if row is not None:
-        # One for each head: XLA on the GPU broadcasts those of all layers in one kernel,
-        # but copies a row of one value for each layer by itself.
-        heads = (k_pages.shape[1],)
-        scales = {
-            "k_scale": jnp.broadcast_to(calibration.k_scale[row], heads),
-            "v_scale": jnp.broadcast_to(calibration.v_scale[row], heads),
-        }
+    scales = _scales_by_head(calibration, layer, num_kv_heads=k_pages.shape[1])
     outs = []
     for part, part_q in _split_queries(step.batch, q):
         out = sharded_ops.paged_attention(
@@ -215,6 +206,21 @@ def attend(
     # read the last layer's after the freeze, from a copy.
     out, k_pages, v_pages = lax.optimization_barrier((out, k_pages, v_pages))
     return out, replace(step, cache=_with_pools(cache, layer, k_pages, v_pages))
+
+
+def _scales_by_head(
+    calibration: CalibrationState, layer: int, *, num_kv_heads: int
+) -> dict[str, Float[Array, "num_kv_heads"]]:
+    """What attention reads a layer with; nothing for one that is not in FP8."""
+    row = calibration.row_of(layer)
+    if row is None:
+        return {}
+    # One for each head: XLA on the GPU broadcasts those of all layers in one kernel,
+    # but copies a row of one value for each layer by itself.
+    return {
+        "k_scale": jnp.broadcast_to(calibration.k_scale[row], (num_kv_heads,)),
+        "v_scale": jnp.broadcast_to(calibration.v_scale[row], (num_kv_heads,)),
+    }
 
 
 def _split_queries(

@@ -224,28 +224,20 @@ def init_calibration(
         `fp8kv_jax.drift.telemetry`.
 
     Returns:
-      A state that owns its buffers. Without a layer that calibrates it is frozen from
-      the start.
+      A state that owns its buffers; frozen from the start if no layer calibrates.
 
     Raises:
       ValueError: if the window is 0 and a layer has no scales.
       ScaleError: (a ValueError) if the scales do not fit the cache.
     """
     layers = cache.fp8_layers
-    calibrating = _uncovered(layers, scales)
-    if calibrating and config.window_tokens == 0:
-        raise ValueError(
-            "Expected window_tokens of at least 1: a window of 0 tokens means no "
-            f"online calibration, and no scales are given for layers {calibrating}. "
-            "Give them, or put the layers into high_precision_layers."
-        )
+    calibrating = _calibrating_layers(config, layers, scales)
     granularity = scales.granularity if scales is not None else config.granularity
     groups = cache.num_kv_heads if granularity == "head" else 1
     needed = config.window_tokens - 1 + max_tokens_per_step
     fields = _unobserved(len(layers), groups, config.provisional_scale)
     if scales is not None:
-        scales.check(num_layers=cache.num_layers, num_kv_heads=cache.num_kv_heads)
-        fields |= _static_rows(fields, layers, scales)
+        fields |= _static_rows(fields, cache, scales)
     state = CalibrationState(
         **fields,
         scale_per_amax=jnp.float32(scale_per_amax(config.headroom)),
@@ -266,13 +258,24 @@ def init_calibration(
     return replace(state, staged=init_window(shapes, calibrating, state.window_rows))
 
 
-def _uncovered(layers: tuple[int, ...], scales: "ScaleSet | None") -> tuple[int, ...]:
+def _calibrating_layers(
+    config: CalibrationConfig, layers: tuple[int, ...], scales: "ScaleSet | None"
+) -> tuple[int, ...]:
     covered = scales.layers if scales is not None else ()
-    return tuple(layer for layer in layers if layer not in covered)
+    calibrating = tuple(layer for layer in layers if layer not in covered)
+    if calibrating and config.window_tokens == 0:
+        raise ValueError(
+            "Expected window_tokens of at least 1: a window of 0 tokens means no "
+            f"online calibration, and no scales are given for layers {calibrating}. "
+            "Give them, or put the layers into high_precision_layers."
+        )
+    return calibrating
 
 
-def _static_rows(fields: dict, layers: tuple[int, ...], scales: "ScaleSet") -> dict:
-    """Puts given scales into their rows, and what is known of their amax."""
+def _static_rows(fields: dict, cache: CacheConfig, scales: "ScaleSet") -> dict:
+    """Checks given scales, puts them into their rows, and what is known of their amax."""
+    scales.check(num_layers=cache.num_layers, num_kv_heads=cache.num_kv_heads)
+    layers = cache.fp8_layers
     rows = [i for i, layer in enumerate(layers) if layer in scales.layers]
     source = [scales.layers.index(layers[i]) for i in rows]
 

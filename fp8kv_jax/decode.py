@@ -1,11 +1,12 @@
 """Prefill and decode steps made from a model's forward function."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from jaxtyping import Array, Float, Int32
 
-from fp8kv_jax.attention import Step, attend, begin_step, end_step
+from fp8kv_jax.attention import attend, begin_step, end_step
 from fp8kv_jax.batch import Batch, MixedBatch
 from fp8kv_jax.cache import PagedKVCache
 from fp8kv_jax.calibration import CalibrationState
@@ -77,8 +78,7 @@ def make_steps(
         `Placement.shardings` says; None for one device.
     """
 
-    def attend_in(step: Step, layer: int, q: Array, k: Array, v: Array, **options: Any):
-        return attend(step, layer, q, k, v, **options, implementation=implementation)
+    attend_in = functools.partial(attend, implementation=implementation)
 
     def run(
         params: Any,

@@ -72,14 +72,6 @@ def calibrate(
     The result, an artifact, is for `fp8kv generate --fp8-kv-scales DIR`. It does not
     depend on how many devices and processes share the work.
     """
-    for name, number in (
-        ("--num-samples", num_samples),
-        ("--max-seq-len", max_seq_len),
-        ("--batch-size", batch_size),
-        ("--save-every", save_every),
-    ):
-        if number < 1:
-            raise UserError(f"Expected {name} of at least 1, got {number}.")
     with checking_input():
         config = CalibrationConfig(headroom=headroom, granularity=granularity.value)
     request = _Request(
@@ -99,7 +91,6 @@ def calibrate(
         keep_work_dir=work_dir is not None,
         save_every=save_every,
         overwrite=overwrite,
-        as_json=as_json,
     )
     _check_out(request)
     with checking_input():
@@ -107,7 +98,7 @@ def calibrate(
     with _quiet_stdout(num_processes > 1):
         done = _run(request)
     if done is not None:
-        report(request.out, done, as_json=request.as_json)
+        report(request.out, done, as_json=as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +121,15 @@ class _Request:
     keep_work_dir: bool
     save_every: int
     overwrite: bool
-    as_json: bool
+
+    def __post_init__(self) -> None:
+        options.check_least(
+            1,
+            num_samples=self.num_samples,
+            max_seq_len=self.max_seq_len,
+            batch_size=self.batch_size,
+            save_every=self.save_every,
+        )
 
 
 def parse_source(text: str) -> DataSource:

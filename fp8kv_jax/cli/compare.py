@@ -16,6 +16,7 @@ from fp8kv_jax.cli import options, replay_options
 from fp8kv_jax.cli.compare_report import show
 from fp8kv_jax.cli.errors import UserError, checking_input
 from fp8kv_jax.cli.model import choose_dtype, load, make_encoder
+from fp8kv_jax.cli.options import check_least
 from fp8kv_jax.cli.replay_screen import ReplayScreen
 from fp8kv_jax.cli.static_scales import StaticScales, load_scales
 from fp8kv_jax.drift.capacity import count_capacity
@@ -60,7 +61,7 @@ def compare(
     allow_mismatch: options.AllowMismatch = None,
     prompts: flags.NumPrompts = 32,
     max_prompt_tokens: replay_options.MaxPromptTokens = 2048,
-    max_new_tokens: replay_options.MaxNewTokens = 32,
+    max_new_tokens: options.MaxNewTokens = 32,
     concurrency: flags.Concurrency = 4,
     repeats: flags.Repeats = 2,
     draws: flags.Draws = 2000,
@@ -69,7 +70,7 @@ def compare(
     max_perplexity_increase: flags.MaxPerplexityIncrease = 0.01,
     max_slowdown: flags.MaxSlowdown = 0.1,
     tokens_per_step: replay_options.TokensPerStep = 512,
-    seed: replay_options.Seed = 0,
+    seed: options.Seed = 0,
     page_size: options.PageSize = 128,
     as_json: options.Json = False,
 ) -> None:
@@ -78,18 +79,6 @@ def compare(
     Exit code 0: B is better than A, or no worse within the bounds. 1: it is worse, or
     the intervals are too wide to say that it is not. 2: an error.
     """
-    check_least = replay_options.check_least
-    check_least(2, prompts=prompts)
-    check_least(1, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
-    check_least(1, concurrency=concurrency)
-    check_least(0, repeats=repeats)
-    check_least(100, draws=draws)
-    check_least(16, tokens_per_step=tokens_per_step)
-    if workload.suffix == ".safetensors":
-        raise UserError(
-            f"Expected --workload with prompts, got the trace {workload}: nothing can "
-            "be generated from it."
-        )
     with checking_input():
         bounds = Bounds(
             kl=max_kl_increase,
@@ -140,6 +129,20 @@ class _Request:
     tokens_per_step: int
     seed: int
     page_size: int
+
+    def __post_init__(self) -> None:
+        check_least(2, prompts=self.num_prompts)
+        check_least(1, max_prompt_tokens=self.max_prompt_tokens)
+        check_least(1, max_new_tokens=self.max_new_tokens)
+        check_least(1, concurrency=self.concurrency)
+        check_least(0, repeats=self.repeats)
+        check_least(100, draws=self.draws)
+        check_least(16, tokens_per_step=self.tokens_per_step)
+        if self.workload.suffix == ".safetensors":
+            raise UserError(
+                f"Expected --workload with prompts, got the trace {self.workload}: "
+                "nothing can be generated from it."
+            )
 
 
 class _Run:

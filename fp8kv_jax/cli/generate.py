@@ -65,20 +65,6 @@ def generate(
     Text goes to stdout, everything else to stderr. Several prompts are decoded as one
     batch.
     """
-    texts = read_prompts(prompt or [], prompt_file or [])
-    high_precision_layers = options.parse_layers(kv_high_precision_layers)
-    check_flags(
-        fp8_kv_scales,
-        fp8_kv_uncovered_layers,
-        allow_mismatch,
-        kv_cache_dtype,
-        save_fp8_kv_scales,
-    )
-    if kv_cache_dtype == "fp8" and not (fp8_kv_calibration_tokens or fp8_kv_scales):
-        raise UserError(
-            "Expected --fp8-kv-calibration-tokens of at least 1, got 0: that means no "
-            "online calibration, and no scales are given."
-        )
     with checking_input():
         generation = GenerationConfig(
             max_new_tokens=max_new_tokens,
@@ -91,26 +77,25 @@ def generate(
             headroom=fp8_kv_headroom,
             granularity=fp8_kv_granularity.value,
         )
-    _run(
-        _Request(
-            texts=texts,
-            chat=chat,
-            model=model,
-            dtype=dtype,
-            tensor_parallel_size=tensor_parallel_size,
-            kv_cache_dtype=kv_cache_dtype,
-            high_precision_layers=high_precision_layers,
-            page_size=page_size,
-            generation=generation,
-            calibration=calibration,
-            scales=fp8_kv_scales,
-            uncovered_layers=fp8_kv_uncovered_layers,
-            allow_mismatch=allow_mismatch,
-            save_to=save_fp8_kv_scales,
-            as_json=as_json,
-            verbose=verbose,
-        )
+    request = _Request(
+        texts=read_prompts(prompt or [], prompt_file or []),
+        chat=chat,
+        model=model,
+        dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        kv_cache_dtype=kv_cache_dtype,
+        high_precision_layers=options.parse_layers(kv_high_precision_layers),
+        page_size=page_size,
+        generation=generation,
+        calibration=calibration,
+        scales=fp8_kv_scales,
+        uncovered_layers=fp8_kv_uncovered_layers,
+        allow_mismatch=allow_mismatch,
+        save_to=save_fp8_kv_scales,
+        as_json=as_json,
+        verbose=verbose,
     )
+    _run(request)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +118,21 @@ class _Request:
     save_to: Path | None
     as_json: bool
     verbose: bool
+
+    def __post_init__(self) -> None:
+        check_flags(
+            self.scales,
+            self.uncovered_layers,
+            self.allow_mismatch,
+            self.kv_cache_dtype,
+            self.save_to,
+        )
+        fp8 = self.kv_cache_dtype == "fp8"
+        if fp8 and not (self.calibration.window_tokens or self.scales):
+            raise UserError(
+                "Expected --fp8-kv-calibration-tokens of at least 1, got 0: that means "
+                "no online calibration, and no scales are given."
+            )
 
 
 def _run(request: _Request) -> None:

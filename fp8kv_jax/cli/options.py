@@ -179,6 +179,18 @@ Verbose = Annotated[
 ]
 
 
+def check_least(least: int, **numbers: int) -> None:
+    """Checks numbers by the names of their flags, underscores for dashes.
+
+    Raises:
+      UserError: if one is smaller.
+    """
+    for name, number in numbers.items():
+        if number < least:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"Expected {flag} of at least {least}, got {number}.")
+
+
 def parse_layers(text: str) -> tuple[int, ...]:
     """Reads "none" or layer indices with commas between them."""
     if text.strip().lower() == "none":

@@ -45,7 +45,7 @@ def replay(
     allow_mismatch: options.AllowMismatch = None,
     max_prompt_tokens: flags.MaxPromptTokens = 2048,
     generate: flags.Generate = 8,
-    max_new_tokens: flags.MaxNewTokens = 64,
+    max_new_tokens: options.MaxNewTokens = 64,
     attribute: flags.AttributeTo = flags.Attribute.LAYERS,
     attribution_samples: flags.AttributionSamples = 16,
     attribution_tokens: flags.AttributionTokens = 256,
@@ -53,7 +53,7 @@ def replay(
     tokens_per_step: flags.TokensPerStep = 512,
     top_k: flags.TopK = 10,
     small_margin: flags.SmallMargin = 0.1,
-    seed: flags.Seed = 0,
+    seed: options.Seed = 0,
     page_size: options.PageSize = 128,
     report: flags.Report = None,
     attach_evidence: flags.AttachEvidence = False,
@@ -63,21 +63,11 @@ def replay(
 
     Exit code 0: the policy is met. 1: it is not. 2: an error.
     """
-    flags.check_least(
-        1,
-        max_prompt_tokens=max_prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        attribution_samples=attribution_samples,
-        attribution_tokens=attribution_tokens,
-    )
-    flags.check_least(0, generate=generate)
     flags.check_report(report)
-    with checking_input():
-        rules = Policy() if policy is None else read_policy(policy)
     folder, scales, manifest = _read_scales(fp8_kv_scales)
     request = Request(
         workload=workload,
-        policy=rules,
+        policy=_read_policy(policy),
         scales=scales,
         manifest=manifest,
         model=model,
@@ -97,9 +87,7 @@ def replay(
         seed=seed,
         page_size=page_size,
     )
-    with ReplayScreen() as screen:
-        is_trace = workload.suffix == ".safetensors"
-        result = (_replay_trace if is_trace else _replay_text)(request, screen)
+    result = _replay(request)
     if attach_evidence:
         _attach(folder, result)
     if report is not None:
@@ -118,12 +106,23 @@ def _read_scales(path: Path) -> tuple[Path, ScaleSet, Manifest]:
             raise UserError(f"Expected {path} to be readable: {error}.") from error
 
 
+def _read_policy(path: Path | None) -> Policy:
+    with checking_input():
+        return Policy() if path is None else read_policy(path)
+
+
 def _attach(folder: Path, result: ReplayResult) -> None:
     with checking_input():
         try:
             add_evidence(folder, make_evidence(result))
         except OSError as error:
             raise UserError(f"Expected to write {folder}: {error.strerror}.") from error
+
+
+def _replay(request: Request) -> ReplayResult:
+    is_trace = request.workload.suffix == ".safetensors"
+    with ReplayScreen() as screen:
+        return (_replay_trace if is_trace else _replay_text)(request, screen)
 
 
 def _replay_trace(request: Request, screen: ReplayScreen) -> ReplayResult:

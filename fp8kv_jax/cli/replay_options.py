@@ -61,12 +61,6 @@ Generate = Annotated[
         "expected answer first.",
     ),
 ]
-MaxNewTokens = Annotated[
-    int,
-    typer.Option(
-        "--max-new-tokens", metavar="N", help="Tokens to generate for each of them."
-    ),
-]
 TokensPerStep = Annotated[
     int,
     typer.Option(
@@ -115,9 +109,6 @@ SmallMargin = Annotated[
         help="Gap of two logits up to which a change of their order is a close one.",
     ),
 ]
-Seed = Annotated[
-    int, typer.Option("--seed", metavar="N", help="What the draws depend on.")
-]
 Report = Annotated[
     Path | None,
     typer.Option(
@@ -133,18 +124,6 @@ AttachEvidence = Annotated[
         "--attach-evidence", help="Add the verdict to the artifact's evidence."
     ),
 ]
-
-
-def check_least(least: int, **numbers: int) -> None:
-    """Checks numbers by the names of their flags, underscores for dashes.
-
-    Raises:
-      UserError: if one is smaller.
-    """
-    for name, number in numbers.items():
-        if number < least:
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"Expected {flag} of at least {least}, got {number}.")
 
 
 def check_report(path: Path | None) -> None:

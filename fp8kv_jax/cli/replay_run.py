@@ -73,6 +73,16 @@ class Request:
     seed: int
     page_size: int
 
+    def __post_init__(self) -> None:
+        options.check_least(
+            1,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_new_tokens=self.max_new_tokens,
+            attribution_samples=self.attribution_samples,
+            attribution_tokens=self.attribution_tokens,
+        )
+        options.check_least(0, generate=self.num_generated)
+
     def settings(self, dtype: options.ComputeDtype, max_tokens: int, **sizes: int):
         """The settings that the result records."""
         return Settings(

@@ -15,7 +15,7 @@ from fp8kv_jax.cli import sweep_options as flags
 from fp8kv_jax.cli.calibrate import parse_source
 from fp8kv_jax.cli.errors import UserError, checking_input, print_warning
 from fp8kv_jax.cli.model import choose_dtype, load, make_encoder
-from fp8kv_jax.cli.replay_options import check_least
+from fp8kv_jax.cli.options import check_least
 from fp8kv_jax.cli.sweep_options import parse_list, parse_seeds
 from fp8kv_jax.cli.sweep_report import Done, report
 from fp8kv_jax.cli.sweep_screen import SweepScreen
@@ -70,18 +70,6 @@ def sweep(
     matter are measured too: of at most 8 different scale sets, the extreme windows
     of each line of settings first, then those between.
     """
-    _check_sources(trace, data, record)
-    check_least(
-        1,
-        num_samples=num_samples,
-        max_seq_len=max_seq_len,
-        quality_tokens=quality_tokens,
-    )
-    if not 0 <= quality_settings <= MAX_MEASURED:
-        raise UserError(
-            f"Expected --quality-settings of 0 to {MAX_MEASURED}, got "
-            f"{quality_settings}."
-        )
     _check_plots(plots)
     # An order stands in for those that the trace's classes give.
     with checking_input():
@@ -110,19 +98,18 @@ def sweep(
         quality_settings=quality_settings,
         quality_tokens=quality_tokens,
     )
-    done = _run(request)
-    report(done, as_json=as_json, csv=csv, plots=plots)
+    report(_run(request), as_json=as_json, csv=csv, plots=plots)
 
 
 def _check_sources(
-    trace: Path | None, data: Sequence[str] | None, record: Path | None
+    trace: Path | None, sources: Sequence[DataSource], record: Path | None
 ) -> None:
-    if (trace is None) == (not data):
+    if (trace is None) == (not sources):
         raise UserError(
             "Expected --trace FILE, a recorded K/V trace, or --data PATH, text to "
             "record one from, and not both."
         )
-    if record is not None and not data:
+    if record is not None and not sources:
         raise UserError("Expected --data beside --record: what should be recorded?")
 
 
@@ -151,6 +138,20 @@ class _Request:
     held_out: tuple[str, ...]
     quality_settings: int
     quality_tokens: int
+
+    def __post_init__(self) -> None:
+        _check_sources(self.trace, self.sources, self.record)
+        check_least(
+            1,
+            num_samples=self.num_samples,
+            max_seq_len=self.max_seq_len,
+            quality_tokens=self.quality_tokens,
+        )
+        if not 0 <= self.quality_settings <= MAX_MEASURED:
+            raise UserError(
+                f"Expected --quality-settings of 0 to {MAX_MEASURED}, got "
+                f"{self.quality_settings}."
+            )
 
 
 def _run(request: _Request) -> Done:

@@ -87,49 +87,6 @@ def make_replay_step(
       heads]`, what the range is read against.
     """
 
-    def wide_pass(params, lane, batch, fp8_layers):
-        def keep(carry, layer, q, k, v, **options):
-            step, outs, rows = carry
-            out, step = attend(
-                step, layer, q, k, v, **options, implementation=implementation
-            )
-            if layer in fp8_layers:
-                rows = (*rows, *(x.reshape(-1, *x.shape[2:]) for x in (k, v)))
-            return out, (step, (*outs, out), rows)
-
-        carry = (begin_lane(lane, batch, implementation), (), ())
-        logits, (step, outs, rows) = forward(
-            params, batch.token_ids, batch.positions, keep, carry
-        )
-        return logits, end_lane(step, implementation), outs, rows
-
-    def fp8_pass(params, lane, batch, outs):
-        def compare(carry, layer, q, k, v, **options):
-            step, errors = carry
-            out, step = attend(
-                step, layer, q, k, v, **options, implementation=implementation
-            )
-            error = squares_by_head(out, outs[layer], num_kv_heads=k.shape[2])
-            return out, (step, (*errors, jnp.stack(error)))
-
-        carry = (begin_lane(lane, batch, implementation), ())
-        logits, (step, errors) = forward(
-            params, batch.token_ids, batch.positions, compare, carry
-        )
-        return logits, end_lane(step, implementation), jnp.stack(errors)
-
-    def read(rows, slices, inv_scales):
-        # A loop: a compiler that unrolls it spends a second on each layer.
-        def one(args):
-            values, inverse = args
-            return read_range(values, inverse, slices, num_slices=num_slices)
-
-        inverses = inv_scales.swapaxes(0, 1).reshape(len(rows), -1)
-        reading = lax.map(one, (jnp.stack(rows), inverses))
-        return jax.tree.map(
-            lambda x: x.reshape(-1, 2, *x.shape[1:]).swapaxes(0, 1), reading
-        )
-
     def run(
         params: Any,
         wide: Lane,
@@ -139,10 +96,14 @@ def make_replay_step(
         slices: Int32[Array, "num_tokens dimensions"],
         inv_scales: Float32[Array, "2 fp8_layers num_kv_heads"],
     ) -> tuple[Lane, Lane, Measured]:
-        full, wide, outs, rows = wide_pass(
-            params, wide, batch, fp8.calibration.fp8_layers
-        )
-        narrow, fp8, errors = fp8_pass(params, fp8, batch, outs)
+        model = functools.partial(forward, params, batch.token_ids, batch.positions)
+        fp8_layers = fp8.calibration.fp8_layers
+        step = begin_lane(wide, batch, implementation)
+        full, step, outs, rows = _wide_pass(model, step, fp8_layers, implementation)
+        wide = end_lane(step, implementation)
+        step = begin_lane(fp8, batch, implementation)
+        narrow, step, errors = _fp8_pass(model, step, outs, implementation)
+        fp8 = end_lane(step, implementation)
         # [layers, 2, tokens, heads] -> [tokens, 2, layers, heads] -> by slice
         error, norm = jnp.moveaxis(
             add_by_slice(errors.transpose(2, 1, 0, 3), slices, num_slices), 0, 2
@@ -154,11 +115,63 @@ def make_replay_step(
             top_k=top_k,
             small_margin=small_margin,
         )
-        reading = read(rows, slices, inv_scales)
+        reading = _read_layers(rows, slices, inv_scales, num_slices=num_slices)
         measured = Measured(quality=quality, error=error, norm=norm, reading=reading)
         return wide, fp8, measured
 
     return jax.jit(run, donate_argnums=(1, 2))
+
+
+def _wide_pass(model, step, fp8_layers, implementation):
+    """Runs the model; also returns each layer's output and the FP8 layers' K and V."""
+
+    def keep(carry, layer, q, k, v, **options):
+        step, outs, rows = carry
+        out, step = attend(
+            step, layer, q, k, v, **options, implementation=implementation
+        )
+        if layer in fp8_layers:
+            rows = (*rows, *(x.reshape(-1, *x.shape[2:]) for x in (k, v)))
+        return out, (step, (*outs, out), rows)
+
+    logits, (step, outs, rows) = model(keep, (step, (), ()))
+    return logits, step, outs, rows
+
+
+def _fp8_pass(model, step, outs, implementation):
+    """Runs the model; also returns each layer's squared errors against `outs`."""
+
+    def compare(carry, layer, q, k, v, **options):
+        step, errors = carry
+        out, step = attend(
+            step, layer, q, k, v, **options, implementation=implementation
+        )
+        error = squares_by_head(out, outs[layer], num_kv_heads=k.shape[2])
+        return out, (step, (*errors, jnp.stack(error)))
+
+    logits, (step, errors) = model(compare, (step, ()))
+    return logits, step, jnp.stack(errors)
+
+
+def _read_layers(
+    rows: tuple[Float[Array, "num_tokens num_kv_heads head_dim"], ...],
+    slices: Int32[Array, "num_tokens dimensions"],
+    inv_scales: Float32[Array, "2 fp8_layers num_kv_heads"],
+    *,
+    num_slices: int,
+) -> Reading:
+    """Reads the range of K and V, which alternate in `rows`, layer by layer."""
+
+    # A loop: a compiler that unrolls it spends a second on each layer.
+    def one(args):
+        values, inverse = args
+        return read_range(values, inverse, slices, num_slices=num_slices)
+
+    inverses = inv_scales.swapaxes(0, 1).reshape(len(rows), -1)
+    reading = lax.map(one, (jnp.stack(rows), inverses))
+    return jax.tree.map(
+        lambda x: x.reshape(-1, 2, *x.shape[1:]).swapaxes(0, 1), reading
+    )
 
 
 def begin_lane(lane: Lane, batch: Batch, implementation: Implementation | None) -> Step:

@@ -236,9 +236,8 @@ def from_state(
             f"Expected a state made with headroom {config.headroom}, as config says, "
             f"got one made with {float(per_amax) * FP8_MAX:.6g}."
         )
-    per_head = state.k_scale.shape[1] > 1 or (
-        model.num_kv_heads == 1 and config.granularity == "head"
-    )
+    one_head = model.num_kv_heads == 1 and config.granularity == "head"
+    per_head = one_head or state.k_scale.shape[1] > 1
     scale_set = _scales_of(state, "head" if per_head else "tensor")
     make = functools.partial(
         make_manifest,

@@ -162,10 +162,7 @@ def make_plan(
     draws = {name: _Draw(name, num_samples, max_seq_len, seed) for name in classes}
     records = tuple(SourceRecord(source=source) for source in sources)
     for record in records:
-        draw = draws[record.source.class_name]
-        max_bytes = PASSAGE_BYTES_PER_TOKEN * max_seq_len
-        for passage in read_passages(record, max_bytes=max_bytes):
-            draw.offer(passage)
+        draws[record.source.class_name].read(record)
     quotas = allot(num_samples, [draw.num_candidates for draw in draws.values()])
     samples = []
     for index, (draw, quota) in enumerate(zip(draws.values(), quotas, strict=True)):
@@ -287,6 +284,12 @@ class _Draw:
     @property
     def num_candidates(self) -> int:
         return sum(len(stratum) for stratum in self._strata.values())
+
+    def read(self, record: SourceRecord) -> None:
+        """Offers all passages of a source."""
+        max_bytes = PASSAGE_BYTES_PER_TOKEN * self.max_seq_len
+        for passage in read_passages(record, max_bytes=max_bytes):
+            self.offer(passage)
 
     def offer(self, passage: Passage) -> None:
         lengths = bucket_lengths(self.max_seq_len)

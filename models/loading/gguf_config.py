@@ -41,8 +41,7 @@ def config_from_metadata(
     num_layers = keys.integer("block_count")
     hidden_size = keys.integer("embedding_length")
     num_q_heads = keys.integer("attention.head_count")
-    head_dim = keys.integer("attention.key_length", hidden_size // num_q_heads)
-    _check_head_size(keys, head_dim)
+    head_dim = _head_dim(keys, hidden_size // num_q_heads)
     gemma = architecture.startswith("gemma")
     large_gemma = num_layers == _LAYERS_OF_27B.get(architecture)
     windows = _sliding_windows(keys, num_layers)
@@ -108,7 +107,8 @@ class _Keys:
         return tokens
 
 
-def _check_head_size(keys: _Keys, head_dim: int) -> None:
+def _head_dim(keys: _Keys, default: int) -> int:
+    head_dim = keys.integer("attention.key_length", default)
     for key in ("attention.value_length", "rope.dimension_count"):
         size = keys.integer(key, head_dim)
         if size != head_dim:
@@ -117,6 +117,7 @@ def _check_head_size(keys: _Keys, head_dim: int) -> None:
                 f"{head_dim}: values of another size and rotary embeddings of a part "
                 "of the head are not supported."
             )
+    return head_dim
 
 
 def _sliding_windows(keys: _Keys, num_layers: int) -> tuple[int | None, ...]:
