@@ -3,7 +3,7 @@
 A decode step of many sequences and a prefill chunk of one, of Llama-3.1-8B's shape.
 Appends and attention are timed without the model, so that what telemetry costs is a
 difference of two times that are not much larger than itself; the whole step by the
-wall too, chained as a serving loop chains it. Steps without and with telemetry take
+wall too, in a running loop. Steps without and with telemetry take
 turns, since a device's clocks drift.
 """
 
@@ -20,12 +20,10 @@ import fp8kv_jax as fp8kv
 from benchmarks import llama_step
 from benchmarks.llama_step import StepShape
 from benchmarks.rows import implementations, spread
-from benchmarks.timing import Times, device_times, wall_times
+from benchmarks.timing import Times, device_times, steady_times
 
 # Rounds in which both kinds of step are timed, and samples of each in a round.
 ROUNDS, REPEATS = 5, 8
-# Steps that a sample of wall time starts before it waits for the last of them.
-CHAINED = 10
 
 type Row = dict[str, Any]
 type Step = Callable[..., tuple[Any, fp8kv.PagedKVCache, fp8kv.CalibrationState]]
@@ -70,7 +68,7 @@ def run(small: bool) -> Iterator[Row]:
         del pair, args
         pair = _pair(whole, (batch, params), shape)
         yield from _compared("whole step", case, pair)
-        yield from _compared("whole step", case, pair, chained=CHAINED)
+        yield from _compared("whole step", case, pair, wall=True)
         del pair
 
 
@@ -111,18 +109,18 @@ def _pair(step: Step, args: Any, shape: StepShape) -> list[_Chain]:
 
 
 def _compared(
-    op: str, case: str, pair: list[_Chain], *, chained: int | None = None
+    op: str, case: str, pair: list[_Chain], *, wall: bool = False
 ) -> Iterator[Row]:
-    """Times both in turn: on the device, or by the wall if steps are chained."""
+    """Times both in turn: on the device, or by the wall in a running loop."""
     samples: list[list[float]] = [[], []]
     for _ in range(ROUNDS):
         for chain, times in zip(pair, samples, strict=True):
-            if chained is None:
-                timed = device_times([chain], repeats=REPEATS)
+            if wall:
+                timed = steady_times(chain, repeats=REPEATS)
             else:
-                timed = wall_times([chain], repeats=REPEATS, chained=chained)
+                timed = device_times([chain], repeats=REPEATS)
             times.append(timed.median)
-    clock = "device" if chained is None else "wall"
+    clock = "wall" if wall else "device"
     without, with_telemetry = (Times.of(times) for times in samples)
     names = {"op": op, "implementation": implementations()[0]}
     yield names | {"case": f"{case} {clock}"} | spread(without, clock)

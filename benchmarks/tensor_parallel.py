@@ -4,8 +4,8 @@ r"""A decode step of Llama-3.1-8B's shape on one device and on several.
     python -m benchmarks.tensor_parallel --small     # a tiny model, anywhere
 
 Weights are random. Each step is compared with that of one device over the same pools
-before it is timed. Times are wall time of decode steps, ten chained to a sample, and of
-a sum over the devices like those between the layers, 64 in a chain.
+before it is timed. Times are wall time of decode steps in a running loop, and of a
+sum over the devices like those between the layers, 64 in a chain.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def measure(
 
     logits = np.asarray(call(), np.float32)
     timing.warm_up([call] * 2)
-    times = timing.wall_times([call], chained=10)
+    times = timing.steady_times(call)
     return logits, {
         "step": variant.name,
         "case": shape.name,
@@ -121,7 +121,7 @@ def sum_time_us(placement: Placement, num_rows: int, width: int) -> float:
     x = placement.put_replicated(np.ones((num_rows, width), jnp.bfloat16))
     run: Callable[[Any], Any] = jax.jit(spread)
     timing.warm_up([lambda: run(x)] * 2)
-    return timing.wall_times([lambda: run(x)], chained=5).median / _CHAIN
+    return timing.steady_times(lambda: run(x)).median / _CHAIN
 
 
 def main() -> None:

@@ -244,6 +244,7 @@ def test_any_number_of_devices_and_processes_gives_the_same_bytes(options, tmp_p
     )
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_more_devices_to_the_same_bytes(
     cli, options, tmp_path
 ):
