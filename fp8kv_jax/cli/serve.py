@@ -84,7 +84,6 @@ def serve(
     """
     _check_installed()
     from fp8kv_jax.serving.http.config import ServerConfig
-    from fp8kv_jax.serving.http.server import bind
 
     check_flags(
         fp8_kv_scales, fp8_kv_uncovered_layers, allow_mismatch, kv_cache_dtype, None
@@ -127,15 +126,7 @@ def serve(
         server=server_config,
         shutdown_timeout=shutdown_timeout,
     )
-    try:
-        bound = bind(host, port)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"Expected --host and --port to be free to listen on, got {host} and "
-            f"{port}: {reason}."
-        ) from None
-    with bound:
+    with _bind(host, port) as bound:
         if server_config.api_key is None and not _is_loopback(bound):
             print_warning(f"{host} may be reached by others, and there is no API key.")
         _run(request, bound)
@@ -180,6 +171,19 @@ def _check_installed() -> None:
             f"{' and no '.join(missing)}: pip install 'fp8kv-jax[serve]', or "
             "`uv run --extra serve fp8kv serve ...`."
         )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    from fp8kv_jax.serving.http.server import bind
+
+    try:
+        return bind(host, port)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"Expected --host and --port to be free to listen on, got {host} and "
+            f"{port}: {reason}."
+        ) from None
 
 
 def _is_loopback(bound: socket.socket) -> bool:

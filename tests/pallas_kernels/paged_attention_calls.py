@@ -112,6 +112,17 @@ def reference_on_gpu(case: Case, args, arrays) -> np.ndarray:
     return np.asarray(f(q.astype(jnp.float32), *rest, **arrays))
 
 
+def check_on_gpu(case: Case) -> None:
+    """Holds a kernel against the reference, and two runs against each other."""
+    args, arrays = make_inputs(case, 0)
+    args = poison_dead_slots(case, args)
+    got = kernel_on_gpu(case, args, arrays)
+    want = reference_on_gpu(case, args, arrays)
+    assert np.isfinite(want).all()
+    assert largest_error(got, want) < TOLERANCE
+    np.testing.assert_array_equal(kernel_on_gpu(case, args, arrays), got)
+
+
 def _wide(case: Case) -> Case:
     return dataclasses.replace(case, q_dtype=jnp.float32)
 
