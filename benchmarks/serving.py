@@ -1,8 +1,8 @@
 """Serving a Llama-3.1-8B-shaped model with random weights: throughput and latency.
 
-    python -m benchmarks.serving             # on a GPU
-    python -m benchmarks.serving --small     # a tiny model, anywhere
-    python -m benchmarks.serving --pattern 256 64,320 64 --pool-gib 5 --given-scales
+    python -m benchmarks.serving --out rows.json   # on a GPU: some 200 s
+    python -m benchmarks.serving --small           # a tiny model, anywhere
+    python -m benchmarks.serving --pattern 256 64,320 64 --pool-gib 5
 
 A pattern is a number of requests at a time, lengths of prompts, new tokens, and how many
 requests. Prompts and arrivals come from a seed, so that each cache serves the same ones:
@@ -12,32 +12,40 @@ entry into the engine to the first token, TPOT is the mean time of the tokens af
 Times are wall time of the process.
 
 Both caches are there at the same time, with half of the memory left for each. A pattern
-with a `limit` sees a smaller pool of so many bytes: the other pages are taken.
+with a `limit` sees a smaller pool of so many bytes: the other pages are taken. What
+calibration costs is measured in an engine of its own; the others have scales.
 """
 
 import argparse
 import contextlib
+import datetime
+import functools
 import json
 import os
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.llama_step import llama_config, random_params
 from fp8kv_jax.cache import CacheConfig
 from fp8kv_jax.calibration import CalibrationConfig
 from fp8kv_jax.scales.scale_set import ScaleSet
 from fp8kv_jax.scales.tensors import scale_set_from_dict
 from fp8kv_jax.serving import Engine, EngineConfig, Request, SamplingParams
+from fp8kv_jax.serving.page_pool import PrefixKey, next_key, root_key
 from models.config import ModelConfig
-from models.rope import Llama3Scaling, Rope
-from models.transformer import bind_forward, random_model
+
+# Of the users who meet the calibration, far more than their steps need.
+_TOKENS_EACH = 1024
+# After the freeze: by then the engine goes on without a window.
+_STEPS_TO_SETTLE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,65 +66,39 @@ class Setting:
 
     model: ModelConfig
     engine: EngineConfig
-    dtype: Any
     page_size: int
     patterns: tuple[Pattern, ...]
     window: int
-    # Bytes of the pool; None for the memory that is left.
+    num_calibrating: int
+    # Tokens of each request that decodes over a full pool, whole pages; new ones.
+    full: tuple[int, int]
+    # Bytes of each pool; None for half of the memory that is left.
     pool_bytes: int | None = None
 
 
-def _llama(
-    num_layers: int, hidden: int, heads: tuple[int, int], **sizes
-) -> ModelConfig:
-    scaling = Llama3Scaling(
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_context=8192,
-    )
-    rope = Rope(base=5e5, scaling=scaling)
-    head_dim = sizes.pop("head_dim", 128)
-    return ModelConfig(
-        architecture="llama",
-        num_layers=num_layers,
-        hidden_size=hidden,
-        num_q_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=head_dim,
-        ropes=(rope,) * num_layers,
-        sliding_windows=(None,) * num_layers,
-        softmax_scale=head_dim**-0.5,
-        rms_norm_eps=1e-5,
-        max_context=131072,
-        **sizes,
-    )
-
-
-def full_setting(num_layers: int = 32) -> Setting:
+def full_setting() -> Setting:
     return Setting(
-        model=_llama(
-            num_layers, 4096, (32, 8), intermediate_size=14336, vocab_size=128256
-        ),
+        model=llama_config(),
         engine=EngineConfig(
             max_num_seqs=256,
             max_seq_len=4096,
             max_tokens_per_step=768,
             chunk=128,
-            decode_buckets=(32, 256),
+            decode_buckets=(32, 128, 256),
             prefill_buckets=(1, 4),
         ),
-        dtype=jnp.bfloat16,
         page_size=128,
         patterns=full_patterns(),
         window=2048,
+        num_calibrating=16,
+        full=(3072, 128),
     )
 
 
 def full_patterns() -> tuple[Pattern, ...]:
     """Chats for 1 to 256 users, and long prompts; what tells most comes first."""
     chats: dict[str, Any] = {"prompt_lens": (128, 1024), "num_new": 128}
-    requests = {256: 256, 64: 64, 16: 32, 4: 8, 1: 2}
+    requests = {256: 256, 64: 64, 16: 32, 1: 2, 4: 8}
     many, *few = (
         Pattern(concurrency=concurrency, num_requests=num, **chats)
         for concurrency, num in requests.items()
@@ -126,13 +108,13 @@ def full_patterns() -> tuple[Pattern, ...]:
     long = Pattern(
         concurrency=64, prompt_lens=(2048, 3840), num_new=128, num_requests=64
     )
-    return many, small_card, long, *few
+    return many, small_card, *few, long
 
 
 def small_setting() -> Setting:
-    sizes = {"intermediate_size": 64, "vocab_size": 128, "head_dim": 16}
+    sizes = {"num_q_heads": 4, "num_kv_heads": 2, "vocab_size": 128}
     return Setting(
-        model=_llama(2, 32, (4, 2), **sizes),
+        model=llama_config(num_layers=2, hidden_size=32, intermediate_size=64, **sizes),
         engine=EngineConfig(
             max_num_seqs=4,
             max_seq_len=64,
@@ -141,65 +123,97 @@ def small_setting() -> Setting:
             decode_buckets=(4,),
             prefill_buckets=(2,),
         ),
-        dtype=jnp.float32,
         page_size=8,
         patterns=(
-            Pattern(concurrency=1, prompt_lens=(4, 40), num_new=8, num_requests=2),
             Pattern(concurrency=4, prompt_lens=(4, 40), num_new=8, num_requests=8),
+            Pattern(concurrency=1, prompt_lens=(4, 40), num_new=8, num_requests=2),
         ),
         window=40,
-        pool_bytes=24 << 10,
+        num_calibrating=4,
+        full=(40, 8),
+        # 24 pages in FP8, 12 in BF16.
+        pool_bytes=24 * 8 * 1024,
     )
 
 
-def run(setting: Setting, dtypes: Sequence[str], *, calibrates: bool) -> list[dict]:
-    """Serves the same arrivals with each cache; prints and returns rows of results."""
-    graphdef, params = random_model(setting.model, seed=0, dtype=setting.dtype)
+class Rows:
+    """Results: printed and written to a file as they come."""
+
+    def __init__(self, out: Path | None) -> None:
+        self._out = out
+        self._rows: list[dict[str, Any]] = []
+        self._started = time.perf_counter()
+        self._head = {
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+        self.say(json.dumps(self._head))
+
+    @property
+    def seconds(self) -> float:
+        """Time since the start."""
+        return time.perf_counter() - self._started
+
+    def say(self, text: str) -> None:
+        print(f"{self.seconds:5.1f} s  {text}", flush=True)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.say(json.dumps(row))
+        self._rows.append(row)
+        if self._out is not None:
+            text = json.dumps(self._head | {"rows": self._rows}, indent=1)
+            self._out.write_text(text + "\n")
+
+
+def run(setting: Setting, dtypes: Sequence[str], rows: Rows, seconds: float) -> None:
+    """Measures everything with each cache; begins nothing after some seconds."""
+    forward, params = random_params(setting.model)
     jax.block_until_ready(params)
-    forward = bind_forward(graphdef)
-    left = memory_left()
+    rows.say("the weights are there")
+    whole = memory_left()
+    calibrating = make_calibrating_engine(setting, forward, params)
     pool_bytes = setting.pool_bytes
     if pool_bytes is None:
+        left = memory_left()
         if left is None:
-            raise ValueError("Expected --pool-gib: this device has no memory limit.")
+            raise SystemExit("Expected --pool-gib: this device has no memory limit.")
         pool_bytes = int(left / len(dtypes))
-    scales = None if calibrates else given_scales(setting.model)
     engines = {
-        dtype: make_engine(
-            setting, forward, params, dtype, pool_bytes=pool_bytes, scales=scales
-        )
+        dtype: make_engine(setting, forward, params, dtype, pool_bytes)
         for dtype in dtypes
     }
-    started = time.perf_counter()
-    # Together: lowering runs in Python, compiling beside it.
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda e: e.warm_up(greedy_only=True), engines.values()))
-    warm_up_s = time.perf_counter() - started
-    rows = []
+    compile_steps([calibrating, *engines.values()], rows)
     for dtype, engine in engines.items():
-        page_bytes = engine.cache_config.bytes_per_token * setting.page_size
         row: dict[str, Any] = {"what": "pool", "cache": dtype}
-        row["tokens"] = engine.pool.num_pages * setting.page_size
-        row["warm_up_s"] = round(warm_up_s, 1)
-        if left is not None:
-            row["tokens_in_memory_left"] = int(left // page_bytes) * setting.page_size
-        show(rows, row)
-    if calibrates and "fp8" in engines:
-        for row in calibration_cost(setting, engines["fp8"], 500):
-            show(rows, row)
-    for pattern in setting.patterns:
+        row["tokens"] = engine.cache_config.num_slots
+        if whole is not None:
+            row["in_all_memory"] = int(whole / engine.cache_config.bytes_per_token)
+        rows.add(row)
+    for row in calibration_cost(setting, calibrating, 500):
+        rows.add(row)
+    calibrating.close()
+    measurements: list[Callable[[Engine], dict[str, Any]]] = [
+        functools.partial(full_pool, setting),
+        *(functools.partial(serve, setting, pattern) for pattern in setting.patterns),
+    ]
+    for measure in measurements:
         for dtype, engine in engines.items():
-            row = {"what": "serve", "cache": dtype}
-            with limited(engine, pattern.limit):
-                show(rows, row | serve(setting, engine, pattern))
-    for engine in engines.values():
-        engine.close()
-    return rows
+            if rows.seconds > seconds:
+                rows.say("out of time: the rest is left out")
+                return
+            rows.add({"cache": dtype} | measure(engine))
 
 
-def show(rows: list[dict], row: dict) -> None:
-    rows.append(row)
-    print(json.dumps(row), flush=True)
+def compile_steps(engines: Sequence[Engine], rows: Rows) -> None:
+    """Warms engines up together: lowering runs in Python, compiling beside it."""
+    with ThreadPoolExecutor(len(engines)) as threads:
+        warm = [threads.submit(e.warm_up, greedy_only=True) for e in engines]
+        while wait(warm, timeout=10).not_done:
+            counts = [engine.compiled for engine in engines]
+            rows.say(f"compiling: {counts}")
+        for future in warm:
+            future.result()
 
 
 def memory_left() -> float | None:
@@ -221,47 +235,44 @@ def given_scales(model: ModelConfig) -> ScaleSet:
 
 
 def make_engine(
-    setting: Setting,
-    forward: Any,
-    params: Any,
-    dtype: str,
-    *,
-    pool_bytes: int,
-    scales: ScaleSet | None,
+    setting: Setting, forward: Any, params: Any, dtype: str, pool_bytes: int
 ) -> Engine:
-    model = setting.model
-    sizes = {
-        "num_layers": model.num_layers,
-        "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "page_size": setting.page_size,
-        "dtype": dtype,
-    }
-    page_bytes = CacheConfig(num_pages=1, **sizes).bytes_per_token * setting.page_size
+    """Makes an engine that has its scales."""
+    page = cache_config(setting, dtype, num_pages=1)
+    num_pages = pool_bytes // (page.bytes_per_token * page.page_size)
     return Engine(
         forward,
         params,
-        CacheConfig(num_pages=pool_bytes // page_bytes, **sizes),
-        CalibrationConfig(window_tokens=setting.window),
+        replace(page, num_pages=num_pages),
+        CalibrationConfig(),
         setting.engine,
-        scales=scales if dtype == "fp8" else None,
+        scales=given_scales(setting.model) if dtype == "fp8" else None,
     )
 
 
-@dataclass(kw_only=True, slots=True)
-class Times:
-    """When a request entered, and when its tokens came."""
+def make_calibrating_engine(setting: Setting, forward: Any, params: Any) -> Engine:
+    """Makes an engine for a few users, with steps for as many and no more."""
+    num_seqs, config = setting.num_calibrating, setting.engine
+    tokens = num_seqs * min(_TOKENS_EACH, config.max_seq_len)
+    return Engine(
+        forward,
+        params,
+        cache_config(setting, "fp8", num_pages=tokens // setting.page_size),
+        CalibrationConfig(window_tokens=setting.window),
+        replace(config, max_num_seqs=num_seqs, decode_buckets=(num_seqs,)),
+    )
 
-    entered: float
-    tokens: list[float] = field(default_factory=list)
 
-    @property
-    def to_first(self) -> float:
-        return self.tokens[0] - self.entered
-
-    @property
-    def per_later(self) -> float:
-        return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1)
+def cache_config(setting: Setting, dtype: str, num_pages: int) -> CacheConfig:
+    model = setting.model
+    return CacheConfig(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        num_pages=num_pages,
+        page_size=setting.page_size,
+        dtype=dtype,
+    )
 
 
 @contextlib.contextmanager
@@ -277,10 +288,18 @@ def limited(engine: Engine, limit: int | None) -> Generator[None]:
         engine.pool.release(page)
 
 
-def serve(setting: Setting, engine: Engine, pattern: Pattern) -> dict:
-    """Serves one arrival pattern to its end."""
-    arrivals = make_arrivals(setting, pattern)
-    times: dict[int, Times] = {}
+def serve(setting: Setting, pattern: Pattern, engine: Engine) -> dict[str, Any]:
+    """Serves one arrival pattern to its end, to users nothing is cached of."""
+    engine.pool.forget_all()
+    with limited(engine, pattern.limit):
+        return _serve(make_arrivals(setting, pattern), pattern, engine)
+
+
+def _serve(
+    arrivals: deque[tuple[float, Request]], pattern: Pattern, engine: Engine
+) -> dict[str, Any]:
+    # Of each request: when it entered, and when its tokens came.
+    times: dict[int, list[float]] = {}
     num_inside = most_running = 0
     before = engine.stats()
     started = time.perf_counter()
@@ -288,12 +307,12 @@ def serve(setting: Setting, engine: Engine, pattern: Pattern) -> dict:
         now = time.perf_counter() - started
         while arrivals and arrivals[0][0] <= now and num_inside < pattern.concurrency:
             _, request = arrivals.popleft()
-            times[engine.add(request)] = Times(entered=time.perf_counter())
+            times[engine.add(request)] = [time.perf_counter()]
             num_inside += 1
         if not engine.has_work:
             time.sleep(max(0.0, arrivals[0][0] - now))
         for output in engine.step():
-            times[output.request_id].tokens.append(time.perf_counter())
+            times[output.request_id].append(time.perf_counter())
             num_inside -= output.finish_reason is not None
         most_running = max(most_running, engine.stats().num_running)
     seconds = time.perf_counter() - started
@@ -301,6 +320,7 @@ def serve(setting: Setting, engine: Engine, pattern: Pattern) -> dict:
     num_output = after.num_output_tokens - before.num_output_tokens
     num_prompt = after.num_prompt_tokens - before.num_prompt_tokens
     return {
+        "what": "serve",
         "concurrency": pattern.concurrency,
         "prompts": pattern.prompt_lens,
         "limit_gib": pattern.limit and pattern.limit / 2**30,
@@ -309,8 +329,10 @@ def serve(setting: Setting, engine: Engine, pattern: Pattern) -> dict:
         "seconds": round(seconds, 2),
         "output_tokens_per_s": round(num_output / seconds, 1),
         "all_tokens_per_s": round((num_output + num_prompt) / seconds, 1),
-        "ttft_ms": percentiles_ms([t.to_first for t in times.values()]),
-        "tpot_ms": percentiles_ms([t.per_later for t in times.values()]),
+        "ttft_ms": percentiles_ms([x[1] - x[0] for x in times.values()]),
+        "tpot_ms": percentiles_ms(
+            [(x[-1] - x[1]) / (len(x) - 2) for x in times.values()]
+        ),
         "steps": after.num_steps - before.num_steps,
         "preemptions": after.num_preemptions - before.num_preemptions,
     }
@@ -323,52 +345,106 @@ def make_arrivals(setting: Setting, pattern: Pattern) -> deque[tuple[float, Requ
     params = SamplingParams(max_tokens=pattern.num_new, ignore_eos=True)
     arrivals = deque()
     for second in np.cumsum(gaps):
-        length = rng.integers(*pattern.prompt_lens)
-        prompt = rng.integers(0, setting.model.vocab_size, length)
-        request = Request(prompt=prompt.tolist(), params=params)
+        prompt = random_prompt(setting, rng, int(rng.integers(*pattern.prompt_lens)))
+        request = Request(prompt=prompt, params=params)
         arrivals.append((float(second), request))
     return arrivals
 
 
-def calibration_cost(setting: Setting, engine: Engine, num_after: int) -> list[dict]:
-    """Time between two tokens of 16 users: in the window, at the freeze, after it."""
+def random_prompt(setting: Setting, rng: np.random.Generator, length: int) -> list[int]:
+    return rng.integers(0, setting.model.vocab_size, length).tolist()
+
+
+def full_pool(setting: Setting, engine: Engine) -> dict[str, Any]:
+    """Decodes with a full pool: as many requests as fit, and none shares a page."""
+    num_prompt, num_new = setting.full
+    num_pages = -(-(num_prompt + num_new) // setting.page_size)
+    num_seqs = min(
+        setting.engine.max_num_seqs, engine.cache_config.num_pages // num_pages
+    )
+    # One token more than whole pages: it is left to run, for its logits.
+    prompt = random_prompt(setting, np.random.default_rng(3), num_prompt + 1)
+    salts = ["", *map(str, range(1, num_seqs))]
+    cache_copies(engine, prompt, salts)
+    params = SamplingParams(max_tokens=num_new, ignore_eos=True)
+    for salt in salts:
+        engine.add(Request(prompt=prompt, params=params, salt=salt))
+    num_prefilled = engine.stats().num_computed_tokens
+    seconds = list(times_of_steps(engine, num_seqs))
+    assert engine.stats().num_computed_tokens - num_prefilled == num_seqs * num_new
+    num_bytes = num_seqs * num_prompt * engine.cache_config.bytes_per_token
+    return {
+        "what": "full pool",
+        "prompt": num_prompt,
+        "new": num_new,
+        "requests": num_seqs,
+        "kv_gib": round(num_bytes / 2**30, 1),
+        "output_tokens_per_s": round(num_seqs * len(seconds) / sum(seconds), 1),
+        "tpot_ms": percentiles_ms(seconds),
+    }
+
+
+def cache_copies(engine: Engine, prompt: list[int], salts: Sequence[str]) -> None:
+    """Computes a prompt for the first salt; the pages of the others are copies."""
+    pool, page_size = engine.pool, engine.cache_config.page_size
+    pool.forget_all()
+    params = SamplingParams(max_tokens=1)
+    engine.add(Request(prompt=prompt, params=params, salt=salts[0]))
+    while engine.has_work:
+        engine.step()
+    index = pool.published()
+    computed = [index[key] for key in page_keys(prompt, page_size, salts[0])]
+    for salt in salts[1:]:
+        pages = [pool.take() for _ in computed]
+        engine.runner.copy_pages(zip(computed, pages, strict=True))
+        for page, key in zip(pages, page_keys(prompt, page_size, salt), strict=True):
+            pool.publish(page, key)
+            pool.release(page)
+
+
+def page_keys(prompt: list[int], page_size: int, salt: str) -> Iterator[PrefixKey]:
+    key = root_key(salt)
+    for end in range(page_size, len(prompt), page_size):
+        key = next_key(key, prompt[end - page_size : end])
+        yield key
+
+
+def times_of_steps(engine: Engine, num_seqs: int) -> Iterator[float]:
+    """Runs an engine; yields seconds between two tokens that everybody got."""
+    last = None
+    while engine.has_work:
+        num_outputs = len(engine.step())
+        now = time.perf_counter()
+        if num_outputs == num_seqs and last is not None:
+            yield now - last
+        if num_outputs:
+            last = now if num_outputs == num_seqs else None
+
+
+def calibration_cost(
+    setting: Setting, engine: Engine, num_after: int
+) -> Iterator[dict[str, Any]]:
+    """Time between two tokens of some users: in the window, at the freeze, after it."""
     rng = np.random.default_rng(7)
-    num_seqs = min(16, setting.engine.max_num_seqs)
     longest = setting.engine.max_seq_len - 16
     params = SamplingParams(max_tokens=longest, ignore_eos=True)
-    for _ in range(num_seqs):
-        prompt = rng.integers(0, setting.model.vocab_size, 8)
-        engine.add(Request(prompt=prompt.tolist(), params=params))
-    by_phase: dict[str, list[float]] = {}
-    phase, last = "window", None
-    while engine.has_work and len(by_phase.get("after", ())) < num_after:
-        before = engine.stats()
-        outputs = engine.step()
-        after = engine.stats()
-        if phase == "freeze" and outputs:
-            phase = "first after"
-        elif phase == "first after" and outputs:
-            phase = "after"
-        elif after.frozen and not before.frozen:
-            phase = "freeze"
-        now = time.perf_counter()
-        # A step that everybody got a token from, and so did the one before.
-        if len(outputs) == num_seqs and last is not None:
-            by_phase.setdefault(phase, []).append(now - last)
-        if outputs:
-            last = now if len(outputs) == num_seqs else None
-    for request_id in range(num_seqs):
-        engine.abort(request_id)
-    engine.step()
-    rows = []
-    for phase, seconds in by_phase.items():
-        row = {"what": "step", "phase": phase, "steps": len(seconds)}
-        rows.append(row | {"ms": percentiles_ms(seconds)})
-    return rows
+    for _ in range(setting.num_calibrating):
+        engine.add(Request(prompt=random_prompt(setting, rng, 8), params=params))
+    window: list[float] = []
+    since: list[float] = []
+    for seconds in times_of_steps(engine, setting.num_calibrating):
+        (since if engine.stats().frozen else window).append(seconds)
+        if len(since) > _STEPS_TO_SETTLE + num_after:
+            break
+    freeze, settling, after = np.split(since, [1, 1 + _STEPS_TO_SETTLE])
+    phases = {"window": window, "freeze": freeze, "settling": settling, "after": after}
+    for phase, times in phases.items():
+        row = {"what": "calibration", "phase": phase, "steps": len(times)}
+        yield row | {"ms": percentiles_ms(times)}
 
 
-def percentiles_ms(seconds: list[float]) -> dict[str, float]:
-    if not seconds:
+def percentiles_ms(seconds: Sequence[float] | np.ndarray) -> dict[str, float]:
+    if not len(seconds):
         return {}
     p50, p99 = np.percentile(seconds, [50, 99])
     return {
@@ -392,7 +468,6 @@ def parse_pattern(words: Sequence[str]) -> Pattern:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a tiny model")
-    parser.add_argument("--layers", type=int, default=32, help="fewer for a trial")
     parser.add_argument("--cache", nargs="+", default=["fp8", "bf16"])
     parser.add_argument(
         "--pattern",
@@ -402,22 +477,20 @@ def main() -> None:
         help="instead of the built-in ones; two requests for each at a time",
     )
     parser.add_argument("--pool-gib", type=float, help="instead of the memory left")
-    parser.add_argument("--given-scales", action="store_true", help="no calibration")
-    parser.add_argument("--out", help="file for the rows, as JSON")
+    parser.add_argument("--out", type=Path, help="file for the rows, as JSON")
+    parser.add_argument(
+        "--seconds", type=float, default=195, help="begin nothing after these"
+    )
     options = parser.parse_args()
-    device = jax.devices()[0]
-    print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
-    setting = small_setting() if options.small else full_setting(options.layers)
+    setting = small_setting() if options.small else full_setting()
     changes: dict[str, Any] = {}
     if options.pattern:
         changes["patterns"] = tuple(map(parse_pattern, options.pattern))
     if options.pool_gib:
         changes["pool_bytes"] = int(options.pool_gib * 2**30)
-    setting = replace(setting, **changes)
-    rows = run(setting, options.cache, calibrates=not options.given_scales)
-    if options.out:
-        with open(options.out, "w") as file:
-            json.dump(rows, file, indent=1)
+    rows = Rows(options.out)
+    run(replace(setting, **changes), options.cache, rows, options.seconds)
+    rows.say("done")
 
 
 if __name__ == "__main__":

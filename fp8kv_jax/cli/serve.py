@@ -1,6 +1,7 @@
 """`fp8kv serve`: an OpenAI-compatible server over an FP8 KV cache."""
 
 import contextlib
+import functools
 import importlib.util
 import socket
 import sys
@@ -82,81 +83,93 @@ def serve(
     /v1/completions, /v1/chat/completions and /v1/models; /health, /ready and /metrics.
     SIGTERM and Ctrl-C let requests under way end, then stop.
     """
+    request = _Request(**locals())
     _check_installed()
-    from fp8kv_jax.serving.http.config import ServerConfig
-
     check_flags(
         fp8_kv_scales, fp8_kv_uncovered_layers, allow_mismatch, kv_cache_dtype, None
     )
-    with checking_input():
-        server_config = ServerConfig(
-            max_open=max_open_requests,
-            max_body_bytes=max_body_bytes,
-            header_timeout=body_timeout,
-            body_timeout=body_timeout,
-            request_timeout=request_timeout,
-            ready_when=ready_when.value,
-            api_key=read_key(api_key_file),
-        )
-        calibration = CalibrationConfig(
-            window_tokens=fp8_kv_calibration_tokens,
-            headroom=fp8_kv_headroom,
-            granularity=fp8_kv_granularity.value,
-        )
-    request = _Request(
-        model=model,
-        name=served_model_name,
-        dtype=dtype,
-        tensor_parallel_size=tensor_parallel_size,
-        max_num_seqs=max_num_seqs,
-        max_seq_len=max_model_len,
-        max_tokens_per_step=max_num_batched_tokens,
-        num_pages=num_pages,
-        page_size=page_size,
-        kv_cache_dtype=kv_cache_dtype,
-        calibration=calibration,
-        calibration_prompts=calibration_prompts,
-        scales=fp8_kv_scales,
-        uncovered_layers=fp8_kv_uncovered_layers,
-        allow_mismatch=allow_mismatch,
-        high_precision_layers=options.parse_layers(kv_high_precision_layers),
-        snapshot=snapshot,
-        snapshot_pages=snapshot_pages,
-        compilation_cache=compilation_cache,
-        server=server_config,
-        shutdown_timeout=shutdown_timeout,
-    )
+    request.check()
     with _bind(host, port) as bound:
-        if server_config.api_key is None and not _is_loopback(bound):
+        if request.server.api_key is None and not _is_loopback(bound):
             print_warning(f"{host} may be reached by others, and there is no API key.")
         _run(request, bound)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """A command line, checked as far as that goes without a model."""
+    """What the command line says, under the names of `serve`'s parameters."""
 
     model: Path | None
-    name: str | None
+    host: str
+    port: int
+    api_key_file: Path | None
+    served_model_name: str | None
     dtype: options.ComputeDtype | None
     tensor_parallel_size: int
     max_num_seqs: int | None
-    max_seq_len: int | None
-    max_tokens_per_step: int | None
+    max_model_len: int | None
+    max_num_batched_tokens: int | None
     num_pages: int | None
     page_size: int
     kv_cache_dtype: options.KvCacheDtype
-    calibration: CalibrationConfig
+    fp8_kv_calibration_tokens: int
     calibration_prompts: Path | None
-    scales: Path | None
-    uncovered_layers: options.UncoveredLayers
+    ready_when: flags.ReadyWhen
+    fp8_kv_headroom: float
+    fp8_kv_granularity: options.ScaleGranularity
+    fp8_kv_scales: Path | None
+    fp8_kv_uncovered_layers: options.UncoveredLayers
     allow_mismatch: str | None
-    high_precision_layers: tuple[int, ...]
+    kv_high_precision_layers: str
     snapshot: Path | None
     snapshot_pages: int
     compilation_cache: Path | None
-    server: "ServerConfig"
+    max_open_requests: int
+    max_body_bytes: int
+    body_timeout: float
+    request_timeout: float
     shutdown_timeout: float
+
+    @functools.cached_property
+    def server(self) -> "ServerConfig":
+        from fp8kv_jax.serving.http.config import ServerConfig
+
+        return ServerConfig(
+            max_open=self.max_open_requests,
+            max_body_bytes=self.max_body_bytes,
+            header_timeout=self.body_timeout,
+            body_timeout=self.body_timeout,
+            request_timeout=self.request_timeout,
+            ready_when=self.ready_when.value,
+            api_key=read_key(self.api_key_file),
+        )
+
+    @functools.cached_property
+    def calibration(self) -> CalibrationConfig:
+        return CalibrationConfig(
+            window_tokens=self.fp8_kv_calibration_tokens,
+            headroom=self.fp8_kv_headroom,
+            granularity=self.fp8_kv_granularity.value,
+        )
+
+    @functools.cached_property
+    def high_precision_layers(self) -> tuple[int, ...]:
+        return options.parse_layers(self.kv_high_precision_layers)
+
+    def check(self) -> None:
+        """Refuses what is wrong with any model, before one is loaded.
+
+        Raises:
+          UserError: if anything is.
+        """
+        with checking_input():
+            _ = self.server, self.calibration, self.high_precision_layers
+        online = self.fp8_kv_scales is None and self.kv_cache_dtype == "fp8"
+        if online and not self.calibration.window_tokens:
+            raise UserError(
+                "Expected --fp8-kv-calibration-tokens of at least 1 without "
+                "--fp8-kv-scales, got 0."
+            )
 
 
 def _check_installed() -> None:
@@ -199,20 +212,38 @@ def _run(request: _Request, bound: socket.socket) -> None:
         prompts: list[list[int]] = []
         if request.calibration_prompts is not None:
             prompts = read_calibration_prompts(request.calibration_prompts, model)
-        static, request = _with_scales(request, model)
-        with checking_input():
-            engine = _make_engine(request, model, dtype, static, placement)
+        scales = None
+        if request.fp8_kv_scales is not None:
+            scales = load_scales(
+                request.fp8_kv_scales, model, allow_mismatch=request.allow_mismatch
+            )
         snapshots = None
         if request.snapshot is not None:
-            phase = "looking for a snapshot"
+            phase = "hashing the model"
             snapshots = Snapshots(
                 request.snapshot,
-                model=_identity(request, model, static),
+                model=_identity(request, model, scales),
                 max_pages=request.snapshot_pages,
             )
+        if placement is None and jax.default_backend() == "gpu":
+            model = _with_joined_projections(model)
+        with checking_input():
+            engine = _make_engine(request, model, dtype, scales, placement)
     if snapshots is not None:
         _restore(snapshots, engine)
     _serve(request, bound, engine, _served(request, model), prompts, snapshots)
+
+
+def _with_joined_projections(model: "LoadedModel") -> "LoadedModel":
+    """A step of a GPU is shorter with them, if there is room to join them."""
+    from models.fusion import fuse_projections
+
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(model.params))
+    memory = jax.devices()[0].memory_stats()
+    if memory and memory["bytes_limit"] - memory["bytes_in_use"] < num_bytes:
+        return model
+    graphdef, params = fuse_projections(model.config, model.params)
+    return replace(model, graphdef=graphdef, params=params)
 
 
 def _restore(snapshots: Snapshots, engine: "Engine") -> None:
@@ -312,7 +343,7 @@ def _served(request: _Request, model: "LoadedModel") -> "ServedModel":
     tokenizer = model.tokenizer
     has_template = tokenizer.chat_template is not None
     return ServedModel(
-        name=request.name or path.resolve().name.removesuffix(".gguf"),
+        name=request.served_model_name or path.resolve().name.removesuffix(".gguf"),
         vocab_size=model.config.vocab_size,
         encode=tokenizer.encode,
         token_bytes=tokenizer.token_bytes,
@@ -320,38 +351,24 @@ def _served(request: _Request, model: "LoadedModel") -> "ServedModel":
     )
 
 
-def _with_scales(
-    request: _Request, model: "LoadedModel"
-) -> tuple[StaticScales | None, _Request]:
-    """Loads the scales asked for, and lets the request follow them."""
-    if request.scales is None:
-        if request.kv_cache_dtype == "fp8" and not request.calibration.window_tokens:
-            raise UserError(
-                "Expected --fp8-kv-calibration-tokens of at least 1 without "
-                "--fp8-kv-scales, got 0."
-            )
-        return None, request
-    static = load_scales(request.scales, model, allow_mismatch=request.allow_mismatch)
-    changes = follow_scales(
-        static,
-        request.calibration,
-        request.high_precision_layers,
-        request.uncovered_layers,
-    )
-    return static, replace(request, **changes)
-
-
 def _make_engine(
     request: _Request,
     model: "LoadedModel",
     dtype: options.ComputeDtype,
-    static: StaticScales | None,
+    scales: StaticScales | None,
     placement: Placement | None,
 ) -> "Engine":
     from fp8kv_jax.serving import Engine
 
     config = model.config
-    max_seq_len = request.max_seq_len or min(config.max_context, _LONGEST_BY_DEFAULT)
+    calibration, wide_layers = request.calibration, request.high_precision_layers
+    if scales is not None:
+        changes = follow_scales(
+            scales, calibration, wide_layers, request.fp8_kv_uncovered_layers
+        )
+        calibration = changes["calibration"]
+        wide_layers = changes["high_precision_layers"]
+    max_seq_len = request.max_model_len or min(config.max_context, _LONGEST_BY_DEFAULT)
     if max_seq_len > config.max_context:
         raise UserError(
             f"Expected --max-model-len of at most {config.max_context}, the model's "
@@ -366,7 +383,7 @@ def _make_engine(
         num_pages=request.num_pages or 1,
         page_size=request.page_size,
         dtype=wide if asked == "auto" else asked.value,
-        high_precision_layers=request.high_precision_layers,
+        high_precision_layers=wide_layers,
         high_precision_dtype=wide,
     )
     if request.num_pages is None:
@@ -377,9 +394,9 @@ def _make_engine(
         model.forward,
         model.params,
         cache,
-        request.calibration,
+        calibration,
         _engine_config(request, max_seq_len),
-        scales=static.scale_set if static else None,
+        scales=scales.scale_set if scales else None,
         eos_ids=model.tokenizer.eos_ids,
         detokenizer=model.tokenizer.stream_decoder,
         placement=placement,
@@ -399,7 +416,7 @@ def _engine_config(request: _Request, max_seq_len: int) -> "EngineConfig":
     return EngineConfig(
         max_num_seqs=num_seqs,
         max_seq_len=max_seq_len,
-        max_tokens_per_step=request.max_tokens_per_step
+        max_tokens_per_step=request.max_num_batched_tokens
         or max(budget, num_seqs + chunk),
         chunk=chunk,
         quick_start=on_cpu,
@@ -421,10 +438,10 @@ def _num_pages_that_fit(
 
 
 def _identity(
-    request: _Request, model: "LoadedModel", static: StaticScales | None
+    request: _Request, model: "LoadedModel", scales: StaticScales | None
 ) -> Mapping[str, Any]:
     """What a snapshot must agree with: model, scales, and how scales are found."""
     named: dict[str, Any] = asdict(identify(model))
-    named["scales"] = static.artifact_id if static else None
-    named["headroom"] = request.calibration.headroom
+    named["scales"] = scales.artifact_id if scales else None
+    named["headroom"] = request.fp8_kv_headroom
     return named

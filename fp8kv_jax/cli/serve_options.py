@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+# Of timeouts, in seconds.
+_SHORTEST = 0.01
+
 
 class ReadyWhen(StrEnum):
     ACCEPTING = "accepting"
@@ -42,6 +45,7 @@ MaxNumSeqs = Annotated[
     typer.Option(
         "--max-num-seqs",
         metavar="N",
+        min=1,
         show_default="32; 4 on a CPU",
         help="Continuations run at a time.",
     ),
@@ -51,6 +55,7 @@ MaxModelLen = Annotated[
     typer.Option(
         "--max-model-len",
         metavar="N",
+        min=1,
         show_default="the model's context, at most 4096",
         help="Longest sequence, prompt and answer together.",
     ),
@@ -60,6 +65,7 @@ MaxNumBatchedTokens = Annotated[
     typer.Option(
         "--max-num-batched-tokens",
         metavar="N",
+        min=1,
         show_default="512, or what a chunk needs; that alone on a CPU",
         help="Tokens of a step at most.",
     ),
@@ -69,6 +75,7 @@ NumPages = Annotated[
     typer.Option(
         "--num-pages",
         metavar="N",
+        min=1,
         show_default="what the device has room for",
         help="Pages of the pool.",
     ),
@@ -78,29 +85,38 @@ MaxOpen = Annotated[
     typer.Option(
         "--max-open-requests",
         metavar="N",
+        min=1,
         help="Continuations that wait or run; more are refused with 429.",
     ),
 ]
 MaxBodyBytes = Annotated[
-    int, typer.Option("--max-body-bytes", metavar="N", help="Size of a request.")
+    int,
+    typer.Option("--max-body-bytes", metavar="N", min=1, help="Size of a request."),
 ]
 BodyTimeout = Annotated[
     float,
     typer.Option(
         "--body-timeout",
         metavar="S",
+        min=_SHORTEST,
         help="Seconds for a client to send headers, and again for the body.",
     ),
 ]
 RequestTimeout = Annotated[
     float,
-    typer.Option("--request-timeout", metavar="S", help="Seconds for a whole request."),
+    typer.Option(
+        "--request-timeout",
+        metavar="S",
+        min=_SHORTEST,
+        help="Seconds for a whole request.",
+    ),
 ]
 ShutdownTimeout = Annotated[
     float,
     typer.Option(
         "--shutdown-timeout",
         metavar="S",
+        min=0,
         help="Seconds for requests under way once the server is told to stop.",
     ),
 ]
@@ -130,6 +146,7 @@ SnapshotPages = Annotated[
     typer.Option(
         "--snapshot-pages",
         metavar="N",
+        min=0,
         help="Pages of cached prefixes that the snapshot at the end holds at most.",
     ),
 ]

@@ -100,8 +100,7 @@ class Engine:
         if placement is not None and placement.num_data > 1:
             raise ValueError(
                 f"Expected a placement without a data axis, got {placement.num_data} "
-                "along it: run an engine for each replica, in a process of its own, "
-                "with one artifact of scales."
+                "along it: run an engine for each replica, with one artifact of scales."
             )
         if config.compilation_cache is not None:
             use_compilation_cache(config.compilation_cache)
@@ -125,11 +124,7 @@ class Engine:
             placement=placement,
         )
         self.host_pages = HostPages(config.host_pages, self.runner)
-        offloads = config.host_pages > 0
-        self.pool = PagePool(
-            cache_config.num_pages,
-            on_evict=self.host_pages.save if offloads else None,
-        )
+        self.pool = PagePool(cache_config.num_pages, on_evict=self.host_pages.save)
         self.scheduler = Scheduler(
             self.pool,
             page_size=cache_config.page_size,
@@ -138,10 +133,8 @@ class Engine:
             chunk=config.chunk,
             max_prefill_rows=layout.prefill_buckets[-1],
             prefix_sharing=config.prefix_sharing,
-            outside=self.host_pages if offloads else None,
+            outside=self.host_pages,
         )
-        self._calibrates = bool(calibration.calibrating_layers)
-        self._window_tokens = calibration_config.window_tokens
         self._eos_ids = frozenset(eos_ids)
         self._detokenizer = detokenizer
         self._next_id = 0
@@ -162,7 +155,7 @@ class Engine:
         return self.runner.calibration
 
     def warm_up(self, *, greedy_only: bool = False, background: bool = False) -> None:
-        """Compiles every shape of a step and runs each once on nothing.
+        """Compiles every shape of a step and runs each on nothing.
 
         Warm-up batches carry slot -1 everywhere: they are neither written, observed
         nor counted. The steps that follow the window are among them, since a
@@ -285,9 +278,7 @@ class Engine:
         Waits for that step alone: the one after it is on the device by then, and
         begins with tokens that the host has not seen. A continuation that turns out
         to have ended (an end token, a stop string, an abort) has a row there that is
-        computed in vain. Inside the calibration window each step is read before the
-        next one begins, since pages that leave the pool or come back must know
-        whether the scales are frozen.
+        computed in vain.
 
         Returns nothing, at once, without work, and when no step was under way before.
         The order is that of the continuations in the step. Each appears at most once,
@@ -295,8 +286,7 @@ class Engine:
         """
         outputs, self._unsent = self._unsent, []
         begun = self._begin_step()
-        ahead = 1 if self.runner.frozen else 0
-        if self._under_way and not (begun and len(self._under_way) <= ahead):
+        if self._under_way and not (begun and len(self._under_way) == 1):
             outputs += self._end_step()
         return outputs
 
@@ -324,7 +314,7 @@ class Engine:
     def _end_step(self) -> list[Output]:
         """Waits for the oldest step under way; what has ended since gets nothing."""
         chosen, ready = self._under_way.popleft()
-        chosen = self.runner.read(chosen)
+        chosen = jax.device_get(chosen)
         return [
             self._take(sequence, chosen, row)
             for row, sequence in ready
@@ -413,9 +403,9 @@ class Engine:
             num_used_pages=self.pool.num_used,
             num_cached_pages=self.pool.num_idle,
             num_host_pages=len(self.host_pages),
-            calibrates=self._calibrates,
+            calibrates=bool(self.calibration.calibrating_layers),
             tokens_seen=self.runner.tokens_seen,
-            window_tokens=self._window_tokens,
+            window_tokens=self.runner.window_tokens,
             frozen=self.runner.frozen,
             has_window=self.runner.has_window,
             epoch=self.runner.epoch,

@@ -15,7 +15,7 @@ class HostPages:
     its tokens are computed again.
 
     Args:
-      capacity: pages to keep.
+      capacity: pages to keep; 0 for none.
       runner: holds the pool.
 
     Attributes:
@@ -45,6 +45,8 @@ class HostPages:
 
     def save(self, page: int, key: PrefixKey) -> None:
         """Reads a page of the pool; the oldest one kept gives way. Waits for it."""
+        if not self.capacity:
+            return
         self._pages[key] = self._runner.basis, self._runner.save_page(page)
         self._pages.move_to_end(key)
         if len(self._pages) > self.capacity:

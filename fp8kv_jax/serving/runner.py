@@ -19,7 +19,7 @@ from jaxtyping import Array, Int32
 from fp8kv_jax.attention import apply_page_copies
 from fp8kv_jax.batch import MixedBatch
 from fp8kv_jax.cache import PagedKVCache
-from fp8kv_jax.calibration import CalibrationState, release_window, reset
+from fp8kv_jax.calibration import CalibrationState, reset
 from fp8kv_jax.decode import Forward, StepFunction, make_steps
 from fp8kv_jax.parallel import Placement
 from fp8kv_jax.serving.choosing import Choice, Chosen, Rows, choose
@@ -33,6 +33,10 @@ _COPIES_PER_CALL = 8
 # In percent of the memory. XLA counts a pool that is written in place once for each
 # write, and would look long, and in vain, for what to recompute to make that fit.
 _GPU_OPTIONS = {"xla_gpu_memory_limit_slop_factor": 10_000}
+
+# A step's second and third call take up to 10 ms longer than those that follow, it
+# seems while XLA builds a CUDA graph (H200, jax 0.11.2, 32 layers).
+_WARM_UP_RUNS_ON_GPU = 3
 
 _GREEDY = Choice()
 _OTHER_CHOICES = (
@@ -68,9 +72,9 @@ class Runner:
 
     Attributes:
       cache, calibration: as of the newest step.
-      tokens_seen, frozen, epoch: the calibration's, as the host knows them.
-      basis: names the scales that the pool's pages are at. Inside the window a name
-        of its own, since what leaves then is at a provisional scale.
+      window_tokens: how many tokens freeze the scales.
+      tokens_seen, frozen, epoch: the calibration's after the newest step. The host
+        counts along, since it knows how many tokens are real: so it need not wait.
     """
 
     def __init__(
@@ -158,7 +162,10 @@ class Runner:
         self, shapes: Iterable[Shape], *, offloads: bool
     ) -> dict[int, jax.Array]:
         """Runs what changes pools and window; returns logits by their number."""
-        logits = {sum(s): self.run(Plan(), s) for s in shapes}
+        logits = {}
+        on_gpu = jax.default_backend() == "gpu"
+        for _ in range(_WARM_UP_RUNS_ON_GPU if on_gpu else 1):
+            logits = {sum(s): self.run(Plan(), s) for s in shapes}
         self._copy_some(np.full((_COPIES_PER_CALL, 2), -1, np.int32))
         if offloads:
             self.load_page(0, self.save_page(0))
@@ -190,6 +197,11 @@ class Runner:
         logits, self.cache, self.calibration = step(
             self.params, self.cache, self.calibration, batch, self._chosen
         )
+        if not self.frozen:
+            self.tokens_seen += plan.num_tokens
+            if self.tokens_seen >= self.window_tokens:
+                self.frozen, self._basis = True, None
+                self.epoch += 1
         return logits
 
     def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
@@ -213,27 +225,14 @@ class Runner:
             array.copy_to_host_async()
         return chosen
 
-    def read(self, chosen: Chosen) -> Chosen:
-        """Waits for what a step chose; inside the window, of the newest step alone.
-
-        Inside the window it reads the progress as well.
-        """
-        if self.frozen:
-            return jax.device_get(chosen)
-        progress = self.calibration.tokens_seen, self.calibration.frozen
-        chosen, (tokens_seen, frozen) = jax.device_get((chosen, progress))
-        self.tokens_seen = int(tokens_seen)
-        if frozen:
-            self._note_calibration()
-        return chosen
-
     def release_if_ready(self) -> None:
         """Frees the window once it is done with and the steps without it are there."""
         if not (self.frozen and self.has_window) or self._quick_start:
             return
         without = [step for (_, window), step in self._steps.items() if not window]
         if all(step.done() for step in without):
-            self.calibration = release_window(self.calibration)
+            # `release_window` would wait for the step that freezes.
+            self.calibration = replace(self.calibration, staged=None)
 
     def reset(self, params: Any | None) -> None:
         """Takes new weights, empties the pools and calibrates anew."""
@@ -264,18 +263,30 @@ class Runner:
             placement=self.placement,
         )
 
+    @property
+    def basis(self) -> bytes:
+        """Names the scales that the pool's pages are at.
+
+        Inside the window a name of its own, since what leaves then is at a provisional
+        scale. Waits for the device the first time after the freeze.
+        """
+        if self._basis is None:
+            state = self.calibration
+            scales = state.k_scale, state.v_scale, state.k_inv_scale, state.v_inv_scale
+            digest = hashlib.sha256(str(self.epoch).encode())
+            for array in jax.device_get(scales):
+                digest.update(np.ascontiguousarray(array).tobytes())
+            self._basis = digest.digest()
+        return self._basis
+
     def _note_calibration(self) -> None:
-        """Reads phase and scales from the device."""
+        """Reads the phase from the device."""
         state = self.calibration
-        scales = state.k_scale, state.v_scale, state.k_inv_scale, state.v_inv_scale
-        progress = state.tokens_seen, state.frozen, state.epoch
-        scales, (tokens_seen, frozen, epoch) = jax.device_get((scales, progress))
-        self.tokens_seen, self.frozen = int(tokens_seen), bool(frozen)
-        self.epoch = int(epoch)
-        digest = hashlib.sha256(str(self.epoch).encode())
-        for array in scales if self.frozen else ():
-            digest.update(np.ascontiguousarray(array).tobytes())
-        self.basis = digest.digest() if self.frozen else secrets.token_bytes(32)
+        progress = state.tokens_seen, state.window, state.frozen, state.epoch
+        tokens_seen, window, frozen, epoch = jax.device_get(progress)
+        self.tokens_seen, self.window_tokens = int(tokens_seen), int(window)
+        self.frozen, self.epoch = bool(frozen), int(epoch)
+        self._basis = None if self.frozen else secrets.token_bytes(32)
 
     def _lower(self, shape: Shape, *, window: bool) -> jax.stages.Lowered:
         state = self.calibration if window else replace(self.calibration, staged=None)

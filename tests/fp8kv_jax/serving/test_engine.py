@@ -206,22 +206,19 @@ def test_end_and_stop_tokens_end_a_continuation():
     assert (last[2].finish_reason, last[2].stop_reason) == ("stop", stop)
 
 
-def test_a_step_is_read_while_the_next_one_runs():
-    engine = make_engine(dtype="float32")
-    ask(engine, prompt_of(9), max_tokens=3)
+@pytest.mark.parametrize("window", [12, 60])
+def test_a_step_is_read_while_the_next_one_runs(window):
+    engine = make_engine(window=window)
+    ask(engine, prompt_of(9), max_tokens=5)
     read = []
     while engine.has_work:
         tokens = [token for output in engine.step() for token in output.token_ids]
-        read.append((engine.stats().num_steps, len(tokens)))
-    # Three steps begun and three tokens read, one call apart.
-    assert read == [(1, 0), (2, 1), (3, 1), (3, 1)]
-
-
-def test_inside_the_window_a_step_is_read_before_the_next_one():
-    engine = make_engine(window=60)
-    ask(engine, prompt_of(9), max_tokens=3)
-    assert [len(engine.step()) for _ in range(3)] == [1, 1, 1]
-    assert not engine.has_work
+        stats = engine.stats()
+        read.append((stats.num_steps, len(tokens), stats.tokens_seen))
+    # As many steps begun as tokens read, one call apart; the freeze changes nothing.
+    seen = [min(n, window) for n in (9, 10, 11, 12, 13, 13)]
+    assert read == [*zip((1, 2, 3, 4, 5, 5), (0, 1, 1, 1, 1, 1), seen, strict=True)]
+    assert engine.stats().frozen == (window == 12)
 
 
 def test_what_has_ended_gets_nothing_from_the_step_under_way():

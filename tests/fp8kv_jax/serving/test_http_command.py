@@ -24,7 +24,6 @@ from fp8kv_jax.cli import options, serve
 from fp8kv_jax.cli.main import run
 from fp8kv_jax.cli.model import load
 from fp8kv_jax.cli.serve_state import read_calibration_prompts
-from fp8kv_jax.serving.http.config import ServerConfig
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "tests" / "models" / "data" / "tiny_llama"
@@ -174,9 +173,25 @@ def test_the_command_builds_what_was_asked_for(monkeypatch, tmp_path):
     assert bound.fileno() == -1, "the port is given back"
 
 
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_projections_are_joined_on_a_gpu(monkeypatch, backend):
+    engines = []
+    monkeypatch.setattr(
+        serve, "_serve", lambda *arguments: engines.append(arguments[2])
+    )
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    flags = [*SIZES.split(), "--port", "0", "--dtype", "float32"]
+    assert run(["serve", "--model", str(TINY), *flags]) == 0
+    attention = engines[0].runner.params["layers"][0]["attention"]
+    assert ("qkv" in attention, "q" in attention) == (
+        backend == "gpu",
+        backend == "cpu",
+    )
+
+
 def test_a_cpu_has_two_small_steps_and_a_gpu_six(monkeypatch):
     request = types.SimpleNamespace(
-        max_num_seqs=None, max_tokens_per_step=None, compilation_cache=None
+        max_num_seqs=None, max_num_batched_tokens=None, compilation_cache=None
     )
     on_cpu = serve._engine_config(request, 4096)
     assert on_cpu.layout(page_size=128).shapes == [(4, 0), (4, 1)]
@@ -233,9 +248,21 @@ def test_an_empty_key_in_the_environment_is_no_open_server(error_of, monkeypatch
     assert "Expected FP8KV_API_KEY to hold one key" in error_of("--port", "0")
 
 
-def test_a_limit_of_nothing_is_one_line(error_of):
-    assert "max_open to be at least 1" in error_of("--max-open-requests", 0)
-    assert "body_timeout" not in error_of("--body-timeout", 0)
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--max-num-seqs", "--max-model-len", "--max-num-batched-tokens"),
+        *("--num-pages", "--max-open-requests", "--max-body-bytes"),
+        *("--body-timeout", "--request-timeout"),
+    ],
+)
+def test_a_limit_of_nothing_is_one_line(error_of, flag):
+    assert f"Invalid value for '{flag}'" in error_of(flag, 0)
+
+
+def test_neither_a_window_nor_scales_is_one_line(error_of):
+    error = error_of("--port", 0, "--fp8-kv-calibration-tokens", 0)
+    assert "--fp8-kv-calibration-tokens of at least 1 without" in error
 
 
 def test_a_context_beyond_the_models_is_one_line(error_of):
@@ -303,29 +330,19 @@ def test_the_command_line_does_not_import_the_web_framework():
 )
 def test_the_demo_model_answers_a_question():
     model = load(None, options.ComputeDtype.FLOAT32)
-    request = serve._Request(
+    request = types.SimpleNamespace(
         model=None,
-        name=None,
-        dtype=None,
-        tensor_parallel_size=1,
+        served_model_name=None,
         max_num_seqs=2,
-        max_seq_len=64,
-        max_tokens_per_step=66,
+        max_model_len=64,
+        max_num_batched_tokens=66,
         num_pages=4,
         page_size=32,
         kv_cache_dtype=options.KvCacheDtype.FP8,
         calibration=CalibrationConfig(window_tokens=256),
-        calibration_prompts=None,
-        scales=None,
-        uncovered_layers=options.UncoveredLayers.BF16,
-        allow_mismatch=None,
         # A window over few layers compiles in a third of the time.
         high_precision_layers=tuple(range(3, model.config.num_layers)),
-        snapshot=None,
-        snapshot_pages=0,
         compilation_cache=None,
-        server=ServerConfig(),
-        shutdown_timeout=1,
     )
     engine = serve._make_engine(
         request, model, options.ComputeDtype.FLOAT32, None, None

@@ -67,6 +67,10 @@ class Traffic:
         assert self.watched.differing_bytes == 0
         state = self.watched.runner.calibration
         assert int(state.tokens_seen) == self.watched.oracle.tokens_seen
+        # The host counts along.
+        runner = self.watched.runner
+        counted = runner.tokens_seen, runner.frozen, runner.epoch
+        assert counted == (int(state.tokens_seen), bool(state.frozen), int(state.epoch))
         amax = np.stack([state.k_amax, state.v_amax], axis=1)[..., 0]
         np.testing.assert_array_equal(amax, self.watched.oracle.amax.max(axis=-1))
 
