@@ -39,7 +39,9 @@ def kv_append(
     _check_served(k_pages, k)
     if config is None:
         geometry = PageGeometry(*k_pages.shape)
-        config = choose_config(k.shape[0], geometry, k_pages.dtype)
+        config = choose_config(
+            k.shape[0], geometry, k_pages.dtype, statistics=statistics
+        )
     # A kernel writes a ref in place; an array it would have to copy first.
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)
     arguments = (k_ref, v_ref, k, v, plan, inv_scales)

@@ -1,4 +1,4 @@
-"""The append of a long batch: persistent programs move pieces of pages, then the rest."""
+"""The append of a long batch: programs move pieces of pages, then the rest."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -139,16 +139,19 @@ def append_pages(
     if interpret is not None:
         k, v, plan = _pad_front(k, v, plan, page_size)
 
-    def smem(dtype: Any) -> Any:
-        swizzle = plgpu.SwizzleTransform(PIECE * jnp.dtype(dtype).itemsize)
-        return plgpu.SMEM((stages, PIECE, PIECE), dtype, transforms=(swizzle,))
-
+    tiles = [_swizzled(stages, dtype) for dtype in (k.dtype, k_pages_ref.dtype)]
     barrier = plgpu.Barrier(num_barriers=stages)
     out_type = stats.both_shape(num_kv_heads, num_parts) if statistics else ()
+    body = functools.partial(
+        _kernel,
+        num_parts=num_parts,
+        whole_pages=config.whole_pages,
+        statistics=statistics,
+    )
     return plgpu.kernel(
-        functools.partial(_kernel, num_parts=num_parts, statistics=statistics),
+        body,
         out_type=out_type,
-        scratch_types=(smem(k.dtype), smem(k_pages_ref.dtype), barrier, barrier),
+        scratch_types=(*tiles, barrier, barrier),
         grid=(num_parts * num_groups,),
         grid_names=("program",),
         kernel_name="kv_append_pages",
@@ -168,6 +171,11 @@ def append_pages(
     )
 
 
+def _swizzled(stages: int, dtype: Any) -> Any:
+    swizzle = plgpu.SwizzleTransform(PIECE * jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM((stages, PIECE, PIECE), dtype, transforms=(swizzle,))
+
+
 def _check_tallies_hold(k: Rows, page_size: int, num_parts: int) -> None:
     num_tokens, _, head_dim = k.shape
     # No item is shorter than a block.
@@ -182,7 +190,12 @@ def _check_tallies_hold(k: Rows, page_size: int, num_parts: int) -> None:
 
 
 def _kernel(
-    k_gmem: Any, v_gmem: Any, *refs: Any, num_parts: int, statistics: bool
+    k_gmem: Any,
+    v_gmem: Any,
+    *refs: Any,
+    num_parts: int,
+    whole_pages: bool,
+    statistics: bool,
 ) -> None:
     # the lists; inverse scales if the pools are FP8; pools; partials if asked for;
     # scratch
@@ -202,7 +215,7 @@ def _kernel(
     share = _Share(sides, side == 1, inv_scale, part, num_parts)
     # Now, because nothing hides the time that it takes once the items are done.
     num_blocks = lists.num_blocks[0]
-    totals = _append_items(share, lists, ring, limits)
+    totals = _append_items(share, lists, ring, limits, whole_pages=whole_pages)
     others = _append_scattered(share, lists, num_blocks, limits)
     if totals is not None and others is not None:
         both_gmem = middle[first_partial:]
@@ -215,7 +228,12 @@ def _kernel(
 
 
 def _append_items(
-    share: _Share, lists: _Lists, ring: _Ring, limits: stats.Limits | None
+    share: _Share,
+    lists: _Lists,
+    ring: _Ring,
+    limits: stats.Limits | None,
+    *,
+    whole_pages: bool,
 ) -> stats.Totals | None:
     """Moves this program's pieces through a ring that refills itself.
 
@@ -226,13 +244,15 @@ def _append_items(
     # before, with one this turn's.
     lag = min(1, stages - 1)
     num_columns, per_item = _pieces_per_item(share.sides[0])
-    turns = share.turns(lists.num_items[0] * per_item)
+    in_a_row = per_item if whole_pages else jnp.int32(1)
+    turns = share.turns(lax.div(lists.num_items[0] * per_item, in_a_row)) * in_a_row
     counter = None
     if limits is not None:
         counter = stats.Counter((PIECE, _TALLY_COLUMNS), limits, _LAYOUT)
 
     def find(turn: jax.Array) -> _Piece:
-        index = share.part + turn * share.num_parts
+        row = share.part + lax.div(turn, in_a_row) * share.num_parts
+        index = row * in_a_row + lax.rem(turn, in_a_row)
         # Past the last item there is nothing to find, but room to look.
         item = jnp.minimum(lax.div(index, per_item), lists.page_items.shape[0] - 1)
         rest = lax.rem(index, per_item)

@@ -158,37 +158,26 @@ def _staged_kernel(
         def _():
             plgpu.barrier_arrive(row_barrier)
 
-    def blend(source, target, owners_gmem, inv_scale, *, token_axis: int) -> None:
-        x = plgpu.load(source, layout=WGMMA, optimized=False).astype(jnp.float32)
-        y = _clip(x * inv_scale)
-        owners = plgpu.load(
-            owners_gmem, layout=WGMMA.reduce(1 - token_axis), optimized=False
-        )
-        owned = lax.broadcast_in_dim(owners, x.shape, (token_axis,)) >= 0
-        # Registers of 8 bits cannot be selected among: the old codes take the way
-        # through float32, which gives every one of them back.
-        old = plgpu.load(target, layout=WGMMA, optimized=False)
-        old = old.astype(jnp.float16).astype(jnp.float32)
-        target[...] = jnp.where(owned, y, old).astype(FP8_DTYPE)
-
     def rewrite(staged_gmem, inv_scale_gmem, tile, where, *, token_axis: int) -> None:
         page, _, head, _ = where
         for piece, tokens in enumerate(pieces):
             plgpu.copy_gmem_to_smem(tile(tokens), codes_smem.at[piece], old_barrier)
+        inv_scale = inv_scale_gmem[head]
+        owners = [
+            _load_owners(owner_gmem.at[page, tokens], token_axis) for tokens in pieces
+        ]
         load_rows(staged_gmem, *where)
         plgpu.barrier_wait(old_barrier)
         for piece, tokens in enumerate(pieces):
             rows = rows_smem.at[tokens]
             # V's codes stand dims by tokens: its rows are read by `ldmatrix.trans`.
             source = rows.transpose((1, 0)) if token_axis == 1 else rows
-            owners, inv_scale = owner_gmem.at[page, tokens], inv_scale_gmem[head]
-            blend(
-                source, codes_smem.at[piece], owners, inv_scale, token_axis=token_axis
-            )
+            _blend(source, codes_smem.at[piece], owners[piece], inv_scale, token_axis)
         plgpu.commit_smem()
         for piece, tokens in enumerate(pieces):
             plgpu.copy_smem_to_gmem(codes_smem.at[piece], tile(tokens))
-        plgpu.wait_smem_to_gmem(0)
+        # Read is enough: what follows only needs the tiles back.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     num_items = count_gmem[0] * items_per_page
     num_turns = lax.div(num_items - program + num_programs - 1, num_programs)
@@ -217,6 +206,25 @@ def _staged_kernel(
                 return v_pages_gmem.at[page, head, dims, tokens]
 
             rewrite(staged_v_gmem, v_inv_scale_gmem, tile, where, token_axis=1)
+
+
+def _load_owners(owners_gmem: Any, token_axis: int) -> Array:
+    layout = WGMMA.reduce(1 - token_axis)
+    return plgpu.load(owners_gmem, layout=layout, optimized=False)
+
+
+def _blend(
+    source: Any, target: Any, owners: Array, inv_scale: Array, token_axis: int
+) -> None:
+    """Writes the codes of owned rows over the old ones of a tile."""
+    x = plgpu.load(source, layout=WGMMA, optimized=False).astype(jnp.float32)
+    y = _clip(x * inv_scale)
+    owned = lax.broadcast_in_dim(owners, x.shape, (token_axis,)) >= 0
+    # Registers of 8 bits cannot be selected among: the old codes take the way
+    # through float32, which gives every one of them back.
+    old = plgpu.load(target, layout=WGMMA, optimized=False)
+    old = old.astype(jnp.float16).astype(jnp.float32)
+    target[...] = jnp.where(owned, y, old).astype(FP8_DTYPE)
 
 
 def requantize_pages(

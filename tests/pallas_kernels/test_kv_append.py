@@ -300,7 +300,19 @@ def test_a_wrong_config_is_an_error(change, message):
 @pytest.mark.parametrize(("num_kv_heads", "want"), [(1, 1), (6, 2), (3, 1), (32, 4)])
 def test_heads_per_program_divide_the_heads(num_kv_heads, want):
     geometry = PageGeometry(4, num_kv_heads, 128, 128)
-    assert choose_config(8, geometry, FP8_DTYPE).heads_per_program == want
+    config = choose_config(8, geometry, FP8_DTYPE, statistics=False)
+    assert config.heads_per_program == want
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "statistics", "want"),
+    [(2048, False, False), (65536, False, True), (65536, True, False)],
+)
+def test_only_a_long_batch_has_a_program_for_each_page(num_tokens, statistics, want):
+    geometry = PageGeometry(1024, 8, 128, 128)
+    config = choose_config(num_tokens, geometry, FP8_DTYPE, statistics=statistics)
+    assert config.whole_pages == want
+    assert config.num_programs == (512 * 16 if want else 528)
 
 
 # Mosaic
@@ -363,22 +375,25 @@ def test_interpreted_token_kernel_equals_the_reference(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_stages"),
+    ("name", "num_stages", "whole_pages"),
     [
-        ("fp8 mid page statistics", 2),
-        ("fp8 leftovers statistics", 1),
-        ("fp8 ragged page 128", 2),
-        ("fp8 head_dim 256", 2),
-        ("bf16 page 128", 1),
-        ("bf16 page 128", 3),
-        ("bf16 shared page", 2),
+        ("fp8 mid page statistics", 2, False),
+        ("fp8 leftovers statistics", 1, False),
+        ("fp8 ragged page 128", 2, True),
+        ("fp8 head_dim 256", 2, False),
+        ("bf16 page 128", 1, True),
+        ("bf16 page 128", 3, False),
+        ("bf16 shared page", 2, False),
     ],
 )
-def test_interpreted_page_kernel_equals_the_reference(name, num_stages):
+def test_interpreted_page_kernel_equals_the_reference(name, num_stages, whole_pages):
     # Few programs, so that rings turn and each has several tokens of what is left.
     case = SMALL_PAGE_CASES[name]
     config = AppendConfig(
-        heads_per_program=1, num_stages=num_stages, num_programs=4 * case.num_kv_heads
+        heads_per_program=1,
+        num_stages=num_stages,
+        num_programs=4 * case.num_kv_heads,
+        whole_pages=whole_pages,
     )
     assert_mosaic_equals_reference(
         case, page_tiles=True, config=config, interpret=interpreted()
