@@ -26,6 +26,7 @@ PREFILL_CASES: dict[str, Case] = {
     "llama-3.1-8b-bf16": _chunk(pool_dtype=jnp.bfloat16),
     "llama-3.1-8b-float32-queries": _chunk(q_dtype=jnp.float32),
     "llama-3.1-8b-17-queries": _chunk(num_queries=17),
+    "llama-3.1-8b-17-queries-long": _chunk(num_queries=17, seq_lens=(20001,)),
     "llama-3.1-8b-long": _chunk(num_queries=100, seq_lens=(16384, 20001)),
     # Chunks padded at their end: 300 of 512 queries, 1, none.
     "llama-3.1-8b-query-starts": _chunk(

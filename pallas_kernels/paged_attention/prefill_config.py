@@ -92,6 +92,6 @@ def heuristic_config(problem: Problem) -> PrefillConfig:
     """
     return PrefillConfig(
         block_kv=128 if problem.head_dim <= 128 else 64,
-        num_blocks=min(NUM_MULTIPROCESSORS, num_items(problem)),
+        num_blocks=NUM_MULTIPROCESSORS,
         gather_blocks=_GATHERING_AT_ONCE * NUM_MULTIPROCESSORS,
     )

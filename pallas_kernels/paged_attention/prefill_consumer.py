@@ -62,21 +62,27 @@ def consume(
         steps = _Steps(
             p, config, refs, item, warpgroup, q_smem, position, constant, used
         )
-        acc, total = attend(steps)
-        factor = jnp.float32(1.0)
-        if refs.v_scale is not None:
-            factor = _scale(refs.v_scale, item.kv_head)
-        acc = acc * lax.broadcast_in_dim(factor / total, acc.shape, [0])
-        row = plgpu.broadcasted_iota(I32, acc.shape, 0, layout=PRODUCT) + position
-        # Not a product with zero: padding may have computed NaN.
-        acc = jnp.where((row >= 0) & (row < item.seq_len), acc, 0.0)
-        if p.q_dtype == OPERAND:
-            q_smem[...] = acc.astype(OPERAND)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_smem, refs.out.at[at])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        acc, largest, total = attend(steps)
+
+        def write() -> None:
+            out = finish(acc, total, refs.v_scale, item, position)
+            if p.q_dtype == OPERAND:
+                q_smem[...] = out.astype(OPERAND)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(q_smem, refs.out.at[at])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            else:
+                store(refs.out.at[at], out.astype(p.q_dtype))
+
+        def write_part() -> None:
+            for ref, x in zip(refs.parts, (acc, largest, total), strict=True):
+                store(ref.at[item.part, warpgroup], x)
+
+        if refs.parts is None:
+            write()
         else:
-            store(refs.out.at[at], acc.astype(p.q_dtype))
+            pl.when(item.part < 0)(write)
+            pl.when(item.part >= 0)(write_part)
         plgpu.barrier_arrive(refs.q_free.at[barrier])
 
     # Whose turn it is goes from item to item.
@@ -86,6 +92,23 @@ def consume(
     if config.weights_in_registers:
         pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(refs.turn.at[0]))
     plgpu.wait_smem_to_gmem(0)
+
+
+def finish(
+    acc: jax.Array,
+    total: jax.Array,
+    v_scale_ref: Any | None,
+    item: Item,
+    position: jax.Array,
+) -> jax.Array:
+    """Turns weighted sums of values into outputs; zeros for padding queries."""
+    factor = jnp.float32(1.0)
+    if v_scale_ref is not None:
+        factor = _scale(v_scale_ref, item.kv_head)
+    acc = acc * lax.broadcast_in_dim(factor / total, acc.shape, [0])
+    row = plgpu.broadcasted_iota(I32, acc.shape, 0, layout=PRODUCT) + position
+    # Not a product with zero: padding may have computed NaN.
+    return jnp.where((row >= 0) & (row < item.seq_len), acc, 0.0)
 
 
 def _scale(scale_ref: Any, kv_head: jax.Array) -> jax.Array:
@@ -177,7 +200,7 @@ class _Steps(NamedTuple):
         return carry
 
 
-def _attend_overlapped(steps: _Steps) -> tuple[jax.Array, jax.Array]:
+def _attend_overlapped(steps: _Steps) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the second product of each step during the softmax of the next one."""
     refs, item, me = steps.refs, steps.item, steps.warpgroup
     acc_type = plgpu.ACC((ROWS, steps.problem.head_dim), jnp.float32)
@@ -253,7 +276,7 @@ def _attend_overlapped(steps: _Steps) -> tuple[jax.Array, jax.Array]:
     acc, largest, _ = steps.start()
     weights, largest, total = first_step(largest)
     carry = (acc, weights, largest, total)
-    acc, weights, _, total = steps.run(step, carry, first=1)
+    acc, weights, largest, total = steps.run(step, carry, first=1)
     last_slot = steps.slot(item.num_tiles - 1)
 
     def last(acc_ref):
@@ -264,10 +287,10 @@ def _attend_overlapped(steps: _Steps) -> tuple[jax.Array, jax.Array]:
 
     acc = pl.run_scoped(last, acc_type)
     plgpu.barrier_arrive(refs.v_free.at[last_slot])
-    return acc, total
+    return acc, largest, total
 
 
-def _attend_in_turn(steps: _Steps) -> tuple[jax.Array, jax.Array]:
+def _attend_in_turn(steps: _Steps) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Takes the products of each step after each other, weights by shared memory."""
     refs = steps.refs
     weights_smem = refs.weights_smem.at[steps.warpgroup]
@@ -298,5 +321,4 @@ def _attend_in_turn(steps: _Steps) -> tuple[jax.Array, jax.Array]:
         acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [0]) + out
         return acc, largest, total
 
-    acc, _, total = steps.run(step, steps.start(), first=0)
-    return acc, total
+    return steps.run(step, steps.start(), first=0)

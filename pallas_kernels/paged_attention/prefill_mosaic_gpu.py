@@ -1,4 +1,4 @@
-"""Paged attention of many queries on Hopper: its two launches."""
+"""Paged attention of many queries on Hopper: its launches."""
 
 import dataclasses
 from typing import Any
@@ -19,14 +19,20 @@ from pallas_kernels.paged_attention.prefill_config import (
 )
 from pallas_kernels.paged_attention.prefill_consumer import consume
 from pallas_kernels.paged_attention.prefill_gather import gather
+from pallas_kernels.paged_attention.prefill_merge import merge_parts
 from pallas_kernels.paged_attention.prefill_producer import produce
 from pallas_kernels.paged_attention.prefill_refs import (
     OPERAND,
     PrefillRefs,
+    part_types,
     scratch_types,
     value_dtype,
 )
-from pallas_kernels.paged_attention.prefill_schedule import walk_of
+from pallas_kernels.paged_attention.prefill_schedule import (
+    LastRound,
+    last_round,
+    walk_of,
+)
 from pallas_kernels.paged_attention.problem import Problem
 from pallas_kernels.paged_attention.schedule import span_of
 from pallas_kernels.pages.layout import KPages, VPages
@@ -51,12 +57,13 @@ def prefill_mosaic_gpu(
     config: PrefillConfig | None = None,
     interpret: Any = None,
 ) -> Float[Array, "num_seqs num_queries num_q_heads head_dim"]:
-    """Computes paged attention of many queries per sequence with two kernels.
+    """Computes paged attention of many queries per sequence with up to three kernels.
 
     The first gathers the pages that some query sees, widened and in token order: the
     codes of FP8 are exact in 16 bits. The second attends to them. That takes memory
-    for four bytes per element of a sequence's heads. Queries of float32 are rounded
-    to BF16.
+    for four bytes per element of a sequence's heads. The third merges what several
+    blocks of the second took of the same queries, if the sequences may be so long that
+    it is worth while. Queries of float32 are rounded to BF16.
 
     Args:
       problem: the facts of the call.
@@ -141,8 +148,9 @@ def _attend(
     sequences: list[jax.Array],
     interpret: Any,
 ) -> jax.Array:
-    """Launches the kernel that attends."""
-    p = problem
+    """Launches the kernel that attends, and the one that merges what was cut."""
+    p, last = problem, last_round(problem, config)
+    part_results = part_types(p, last.num_items * last.parts) if last else []
     has_scales = operands[-1] is not None
     present = [x for x in operands if x is not None]
 
@@ -155,7 +163,10 @@ def _attend(
         def get_span(seq):
             return span_of(p, seq_lens, query_starts, seq)
 
-        kernel_refs = PrefillRefs(q, k, v, k_scale, v_scale, seq_lens, *refs)
+        out, *refs = refs
+        parts, scratch = refs[: len(part_results)], refs[len(part_results) :]
+        operands = (q, k, v, k_scale, v_scale, seq_lens)
+        kernel_refs = PrefillRefs(*operands, out, parts or None, *scratch)
         walk = walk_of(p, config, get_span)
         warpgroup = lax.axis_index("warpgroup")
 
@@ -169,9 +180,9 @@ def _attend(
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
             produce(p, config, kernel_refs, walk)
 
-    return plgpu.kernel(
+    out, *parts = plgpu.kernel(
         paged_prefill,
-        out_type=jax.ShapeDtypeStruct(operands[0].shape, p.q_dtype),
+        out_type=[jax.ShapeDtypeStruct(operands[0].shape, p.q_dtype), *part_results],
         scratch_types=scratch_types(p, config),
         grid=(config.num_blocks,),
         grid_names=("block",),
@@ -180,3 +191,42 @@ def _attend(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(*present, *sequences)
+    if last is None:
+        return out
+    return _merge(p, config, last, out, parts, operands[-1], sequences, interpret)
+
+
+def _merge(
+    problem: Problem,
+    config: PrefillConfig,
+    last: LastRound,
+    out: jax.Array,
+    parts: list[jax.Array],
+    v_scale: jax.Array | None,
+    sequences: list[jax.Array],
+    interpret: Any,
+) -> jax.Array:
+    """Launches the kernel that writes what was cut into the output."""
+    scales = [] if v_scale is None else [v_scale]
+
+    def paged_prefill_merge(*refs):
+        *refs, out_ref = refs
+        parts, refs = refs[:3], refs[3:]
+        v_scale, *refs = refs if scales else (None, *refs)
+        seq_lens, *starts = refs
+
+        def get_span(seq):
+            return span_of(problem, seq_lens, starts[0] if starts else None, seq)
+
+        merge_parts(problem, config, last, get_span, parts, v_scale, out_ref)
+
+    out_ref = jax.new_ref(out)
+    plgpu.kernel(
+        paged_prefill_merge,
+        out_type=(),
+        grid=(last.num_items, NUM_CONSUMERS),
+        grid_names=("item", "consumer"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(*parts, *scales, *sequences, out_ref)
+    return out_ref[...]

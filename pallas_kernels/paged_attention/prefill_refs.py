@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -35,6 +36,7 @@ class PrefillRefs(NamedTuple):
     v_scale: Any
     seq_lens: Any  # [num_seqs] i32
     out: Any  # like q, in the caller's dtype
+    parts: Any  # of `part_types`, or None
     q_smem: Any  # [query_slots, consumers, ROWS, head_dim]; at last the output
     k_smem: Any  # [num_stages, block_kv, head_dim]
     v_smem: Any  # [num_stages, head_dim, block_kv]
@@ -46,6 +48,13 @@ class PrefillRefs(NamedTuple):
     k_free: Any
     v_free: Any
     turn: Any  # whose turn it is at the tensor cores
+
+
+def part_types(problem: Problem, num_parts: int) -> list[jax.ShapeDtypeStruct]:
+    """What parts of items leave: weighted sums, largest logits and sums of weights."""
+    rows = (num_parts, NUM_CONSUMERS, ROWS)
+    shapes = ((*rows, problem.head_dim), rows, rows)
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
 
 def scratch_types(problem: Problem, config: PrefillConfig) -> list[Any]:

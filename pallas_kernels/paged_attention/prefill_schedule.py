@@ -19,6 +19,9 @@ from pallas_kernels.paged_attention.problem import Problem
 from pallas_kernels.paged_attention.schedule import Span
 
 I32 = jnp.int32
+# A part's tiles, so that cutting is worth its cost: the sums of parts go through memory
+# to another kernel, which takes an item's parts one after the other.
+_MIN_TILES_PER_PART, _MAX_PARTS = 6, 16
 
 
 class Item(NamedTuple):
@@ -38,6 +41,38 @@ class Item(NamedTuple):
     num_tiles: jax.Array
     full_low: jax.Array
     full_high: jax.Array
+    part: jax.Array  # where a part's result goes; -1 if the item is whole
+
+
+class LastRound(NamedTuple):
+    """How the last items, no more than half of the blocks, are cut into equal parts.
+
+    Part p of item i takes the turn of an item `p * num_items + i`.
+    """
+
+    first: int
+    num_items: int
+    parts: int
+
+    def cuts(self, item: Item) -> jax.Array:
+        """Whether an item of the round is long enough to be cut."""
+        return item.num_tiles >= self.parts * _MIN_TILES_PER_PART
+
+
+def last_round(problem: Problem, config: PrefillConfig) -> LastRound | None:
+    """Plans the last round, if parts of items are worth while there.
+
+    More items stay whole: the few other blocks would take short parts of many, which
+    cost more than they save.
+    """
+    rounds, items = divmod(num_items(problem), config.num_blocks)
+    if not items:
+        return None
+    most = config.max_tiles(problem) // _MIN_TILES_PER_PART
+    parts = min(config.num_blocks // items, most, _MAX_PARTS)
+    if parts < 2:
+        return None
+    return LastRound(first=rounds * config.num_blocks, num_items=items, parts=parts)
 
 
 def item_of(
@@ -79,6 +114,26 @@ def item_of(
         num_tiles=num_tiles,
         full_low=full_low,
         full_high=jnp.clip(full_high, full_low, num_tiles),
+        part=I32(-1),
+    )
+
+
+def _part_of(last: LastRound, item: Item, index: jax.Array, part: jax.Array) -> Item:
+    """Restricts an item to a part. What is not cut is part 0, the others are empty."""
+    cut = (index >= last.first) & last.cuts(item)
+    parts = jnp.where(cut, last.parts, 1)
+    low = jnp.minimum(lax.div(item.num_tiles * part, parts), item.num_tiles)
+    high = jnp.minimum(lax.div(item.num_tiles * (part + 1), parts), item.num_tiles)
+    num_tiles = high - low
+    full_low = jnp.clip(item.full_low - low, 1, jnp.maximum(num_tiles, 1))
+    place = (index - last.first) * last.parts + part
+    return item._replace(
+        place=item.place + low,
+        low=item.low + low,
+        num_tiles=num_tiles,
+        full_low=full_low,
+        full_high=jnp.clip(item.full_high - low, full_low, num_tiles),
+        part=jnp.where(cut, place, -1),
     )
 
 
@@ -92,23 +147,35 @@ type Walk = Callable[
 def walk_of(problem: Problem, config: PrefillConfig, get_span: Any) -> Walk:
     """Shares the items out among the blocks."""
     num_blocks, total = config.num_blocks, num_items(problem)
-    block = lax.axis_index("block")
+    last, block = last_round(problem, config), lax.axis_index("block")
+    if last is not None:
+        total += last.num_items * (last.parts - 1)
 
-    def index_of(count: jax.Array) -> jax.Array:
+    def index_of(turn: jax.Array) -> jax.Array:
         # There and back again, so that no block gets the longest of every round.
         back = num_blocks - 1 - block
-        within = jnp.where(lax.rem(count, I32(2)) == 0, block, back)
-        return count * num_blocks + within
+        within = jnp.where(lax.rem(turn, I32(2)) == 0, block, back)
+        return turn * num_blocks + within
 
     def walk(body):
         def step(state):
-            count, used = state
-            item = item_of(problem, config, get_span, index_of(count))
-            body(count, item, used)
-            return count + 1, used + item.num_tiles
+            turn, count, used = state
+            index = index_of(turn)
+            if last is None:
+                item = item_of(problem, config, get_span, index)
+                body(count, item, used)
+                return turn + 1, count + 1, used + item.num_tiles
+            part = lax.div(jnp.maximum(index - last.first, 0), I32(last.num_items))
+            index = index - part * last.num_items
+            item = item_of(problem, config, get_span, index)
+            item = _part_of(last, item, index, part)
+            taken = item.num_tiles > 0
+            pl.when(taken)(lambda: body(count, item, used))
+            return turn + 1, count + taken.astype(I32), used + item.num_tiles
 
-        start = (I32(0), I32(0))
-        return lax.while_loop(lambda s: index_of(s[0]) < total, step, start)
+        start = (I32(0), I32(0), I32(0))
+        _, *result = lax.while_loop(lambda s: index_of(s[0]) < total, step, start)
+        return tuple(result)
 
     return walk
 

@@ -15,9 +15,14 @@ from paged_attention_calls import (
     compile_side_by_side,
     largest_error,
     poison_dead_slots,
+    problem_of,
 )
 
-from pallas_kernels.paged_attention import paged_attention, prefill_mosaic_gpu
+from pallas_kernels.paged_attention import (
+    paged_attention,
+    prefill_mosaic_gpu,
+    prefill_schedule,
+)
 from pallas_kernels.paged_attention.cases import Case, make_inputs
 from pallas_kernels.paged_attention.config import SHARED_MEMORY_PER_BLOCK
 from pallas_kernels.paged_attention.prefill_cases import PREFILL_CASES
@@ -25,6 +30,7 @@ from pallas_kernels.paged_attention.prefill_config import (
     PrefillConfig,
     heuristic_config,
 )
+from pallas_kernels.paged_attention.prefill_schedule import LastRound, last_round
 from pallas_kernels.paged_attention.problem import Problem
 
 # Norm of the error over the norm of the output, for each query. A rounding to BF16
@@ -57,17 +63,38 @@ SMALL = {
     "bf16": _small(pool_dtype=jnp.bfloat16, head_dim=128),
     "head-dim-256": _small(head_dim=256),
 }
+# No more items than half of the blocks: with the blocks, and the plan.
+CUT = {
+    # Those of the second sequence are too short to be cut.
+    "two-of-four-items": (
+        _small(num_queries=70, seq_lens=(150, 20)),
+        8,
+        LastRound(first=0, num_items=4, parts=2),
+    ),
+    "after-a-whole-round": (
+        _small(
+            num_queries=70,
+            num_q_heads=6,
+            num_kv_heads=3,
+            seq_lens=(200,),
+            q_dtype=jnp.float32,
+            pool_dtype=jnp.bfloat16,
+        ),
+        4,
+        LastRound(first=4, num_items=2, parts=2),
+    ),
+}
 
 
-def interpreted(case: Case, args, arrays) -> jax.Array:
+def interpreted(case: Case, args, arrays, **sizes) -> jax.Array:
     """Runs the kernels in the interpreter, which knows no operands in registers."""
     q, k_pages, _, table, _ = args
     softmax_scale = case.head_dim**-0.5
     problem = Problem.of(q, k_pages, table, softmax_scale=softmax_scale, **case.options)
     # Few blocks, so that some take several items.
     config = PrefillConfig(
-        block_kv=heuristic_config(problem).block_kv,
-        num_blocks=2,
+        block_kv=sizes.get("block_kv", heuristic_config(problem).block_kv),
+        num_blocks=sizes.get("num_blocks", 2),
         gather_blocks=3,
         weights_in_registers=False,
     )
@@ -97,6 +124,17 @@ class TestInterpreted:
         want = reference(case, args, arrays)
         assert np.isfinite(want).all()
         assert largest_error(interpreted(case, args, arrays), want) < TOLERANCE
+
+    @pytest.mark.parametrize("name", CUT)
+    def test_few_items_are_cut_into_parts_and_merged(self, name, monkeypatch):
+        monkeypatch.setattr(prefill_schedule, "_MIN_TILES_PER_PART", 1)
+        case, num_blocks, want_plan = CUT[name]
+        config = PrefillConfig(block_kv=64, num_blocks=num_blocks, gather_blocks=1)
+        assert last_round(problem_of(case), config) == want_plan
+        args, arrays = make_inputs(case, 0)
+        args = poison_dead_slots(case, args)
+        got = interpreted(case, args, arrays, block_kv=64, num_blocks=num_blocks)
+        assert largest_error(got, reference(case, args, arrays)) < TOLERANCE
 
     def test_fp8_pools_lose_less_than_bf16_would(self):
         case = _small(q_dtype=jnp.float32)
@@ -165,6 +203,34 @@ class TestLowering:
         problem = Problem.of(q, k_pages, table, softmax_scale=1.0, **case.options)
         # 1,000 + 511 tokens are 12 tiles, if they do not begin with one.
         assert PrefillConfig(block_kv=128, **_BLOCKS).max_tiles(problem) == 13
+
+
+class TestLastRound:
+    def test_few_items_are_cut_into_many_parts(self):
+        plan = self.plan(PREFILL_CASES["llama-3.1-8b-17-queries-long"])
+        # 16 items for 132 blocks.
+        assert plan == LastRound(first=0, num_items=16, parts=8)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            # 528 items, four for each block.
+            {"num_queries": 2112, "seq_lens": (34816,)},
+            # Three for each block, and 116 more: no two blocks for each of these.
+            {"num_queries": 2048, "seq_lens": (34816,)},
+            # Too few tiles.
+            {"num_queries": 64, "seq_lens": (1024,)},
+            {"num_queries": 64, "seq_lens": (34816,), "sliding_window": 1000},
+        ],
+    )
+    def test_others_stay_whole(self, changes):
+        case = dataclasses.replace(PREFILL_CASES["llama-3.1-8b"], **changes)
+        assert self.plan(case) is None
+
+    @staticmethod
+    def plan(case: Case) -> LastRound | None:
+        problem = problem_of(case)
+        return last_round(problem, heuristic_config(problem))
 
 
 class TestConfig:
