@@ -42,35 +42,56 @@ def recording(forward):
     return wrapped
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "head"])
-def test_pools_of_a_real_model_equal_one_shot_quantization(granularity):
-    model = load_model(default_model_path(), "float32")
-    sizes = model.config.num_layers, model.config.num_kv_heads, model.config.head_dim
-    config = fp8kv.CacheConfig(
-        num_layers=sizes[0],
-        num_kv_heads=sizes[1],
-        head_dim=sizes[2],
+@pytest.fixture(scope="module")
+def model():
+    return load_model(default_model_path(), "float32")
+
+
+@pytest.fixture(scope="module")
+def step(model):
+    """Compiles once for several tests: that takes most of their time."""
+    step = fp8kv.make_steps(recording(model.forward)).prefill_step
+    return jax.jit(step, donate_argnums=(1, 2))
+
+
+def cache_config(model):
+    return fp8kv.CacheConfig(
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
         num_pages=8,
         page_size=PAGE_SIZE,
     )
+
+
+def chunks_of(step, params, config, ids, granularity):
+    """Runs the steps of one sequence; yields batch, rows, cache and state of each."""
     cache = fp8kv.init_cache(config)
     state = fp8kv.init_calibration(
         fp8kv.CalibrationConfig(window_tokens=WINDOW, granularity=granularity),
         config,
         max_tokens_per_step=CHUNK,
     )
-    step = fp8kv.make_steps(recording(model.forward)).prefill_step
-    step = jax.jit(step, donate_argnums=(1, 2))
     table = fp8kv.BlockTable(
         num_pages=8, page_size=PAGE_SIZE, num_seqs=1, max_seq_len=128
     )
-    oracle = SlotOracle(sizes[0], config.num_slots, *sizes[1:])
-    ids = model.tokenizer.encode(TEXT)
-    was_frozen = [False]
     for start in range(0, len(ids), CHUNK):
         chunk = ids[start : start + CHUNK]
         batch = fp8kv.make_batch(table, {0: chunk}, {0: start}, num_queries=CHUNK)
-        (_, rows), cache, state = step(model.params, cache, state, batch)
+        (_, rows), cache, state = step(params, cache, state, batch)
+        yield batch, rows, cache, state
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head"])
+def test_pools_of_a_real_model_equal_one_shot_quantization(model, step, granularity):
+    config = cache_config(model)
+    oracle = SlotOracle(
+        config.num_layers, config.num_slots, config.num_kv_heads, config.head_dim
+    )
+    ids = model.tokenizer.encode(TEXT)
+    was_frozen = [False]
+    steps = chunks_of(step, model.params, config, ids, granularity)
+    for batch, rows, cache, state in steps:
         slots = np.asarray(batch.slot_mapping).reshape(-1)
         oracle.append(slots, np.asarray(rows)[:, :, 0], observe=not was_frozen[-1])
         was_frozen.append(bool(state.frozen))
@@ -80,32 +101,13 @@ def test_pools_of_a_real_model_equal_one_shot_quantization(granularity):
     assert was_frozen[: WINDOW // CHUNK + 1] == [False] * (WINDOW // CHUNK) + [True]
 
 
-def test_a_nudged_model_freezes_on_nearly_the_same_scales():
+def test_a_nudged_model_freezes_on_nearly_the_same_scales(model, step):
     """What P7 can promise for a whole model: flipped codes spread over the layers."""
-    model = load_model(default_model_path(), "float32")
-    config = fp8kv.CacheConfig(
-        num_layers=model.config.num_layers,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim,
-        num_pages=8,
-        page_size=PAGE_SIZE,
-    )
-    step = jax.jit(fp8kv.make_steps(model.forward).prefill_step, donate_argnums=(1, 2))
     ids = model.tokenizer.encode(TEXT)[:WINDOW]
     scales = []
     for nudge in (1, 1 + 1e-6):
         params = {**model.params, "embedding": model.params["embedding"] * nudge}
-        table = fp8kv.BlockTable(
-            num_pages=8, page_size=PAGE_SIZE, num_seqs=1, max_seq_len=128
-        )
-        cache = fp8kv.init_cache(config)
-        state = fp8kv.init_calibration(
-            fp8kv.CalibrationConfig(window_tokens=WINDOW, granularity="head"),
-            config,
-            max_tokens_per_step=WINDOW,
-        )
-        batch = fp8kv.make_batch(table, {0: ids}, {0: 0}, num_queries=WINDOW)
-        _, cache, state = step(params, cache, state, batch)
+        *_, (*_, state) = chunks_of(step, params, cache_config(model), ids, "head")
         assert bool(state.frozen)
         scales.append(np.stack([state.k_scale, state.v_scale]))
     change = np.abs(scales[1] / scales[0] - 1)
@@ -114,9 +116,8 @@ def test_a_nudged_model_freezes_on_nearly_the_same_scales():
     assert 0 < change.max() < 0.08
 
 
-def test_log_probabilities_through_a_wide_cache_equal_the_reference():
+def test_log_probabilities_through_a_wide_cache_equal_the_reference(model):
     """What `--dtype float32 --kv-cache-dtype auto` computes, in chunks of 64."""
-    model = load_model(default_model_path(), "float32")
     data = pathlib.Path(__file__).parent / "models/data/smollm2_reference.npz"
     config = fp8kv.CacheConfig(
         num_layers=model.config.num_layers,
