@@ -110,11 +110,24 @@ class CalibrationConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tally:
-    """Counts of values by phase, FP8 layer and group; see `RowStatistics`."""
+    """Counts of values by phase, FP8 layer and group; see `RowStatistics`.
 
-    saturated: counter.Counter
-    underflowed: counter.Counter
-    nonfinite: counter.Counter
+    One array of all three, in the order of the properties: one kernel adds to it.
+    """
+
+    counts: counter.Counter
+
+    @property
+    def saturated(self) -> counter.Counter:
+        return self.counts[0]
+
+    @property
+    def underflowed(self) -> counter.Counter:
+        return self.counts[1]
+
+    @property
+    def nonfinite(self) -> counter.Counter:
+        return self.counts[2]
 
 
 @jax.tree_util.register_dataclass
@@ -295,12 +308,7 @@ def _unobserved(num_layers: int, groups: int, provisional_scale: float) -> dict:
         return jnp.full((num_layers, groups), value, jnp.float32)
 
     def tally() -> Tally:
-        shape = (2, num_layers, groups)
-        return Tally(
-            saturated=counter.zeros(*shape),
-            underflowed=counter.zeros(*shape),
-            nonfinite=counter.zeros(*shape),
-        )
+        return Tally(counts=counter.zeros(3, 2, num_layers, groups))
 
     return {
         "k_amax": full(0),
@@ -366,19 +374,12 @@ def _by_group(x: Array, groups: int, reduce) -> Array:
 def _count(
     tally: Tally, new: RowStatistics, inside: Bool[Array, "fp8_layers 1"], groups: int
 ) -> Tally:
+    kinds = new.num_saturated, new.num_underflowed, new.num_nonfinite
+    counts = jnp.stack([_by_group(values, groups, jnp.sum) for values in kinds])
     # In the order of PROVISIONAL and FROZEN. A static layer has no window to be in.
     phase = jnp.stack([inside, ~inside])
-
-    def add(old: counter.Counter, values: Int32[Array, "..."]) -> counter.Counter:
-        values = _by_group(values, groups, jnp.sum)
-        both = jnp.where(phase, values[None].astype(jnp.int32), 0)
-        return counter.add(old, both)
-
-    return Tally(
-        saturated=add(tally.saturated, new.num_saturated),
-        underflowed=add(tally.underflowed, new.num_underflowed),
-        nonfinite=add(tally.nonfinite, new.num_nonfinite),
-    )
+    both = jnp.where(phase[None], counts[:, None].astype(jnp.int32), 0)
+    return Tally(counts=counter.add(tally.counts, both))
 
 
 def window_is_complete(state: CalibrationState) -> Bool[Array, ""]:

@@ -33,7 +33,7 @@ BY_DATA = PartitionSpec(DATA)
 BY_HEAD = PartitionSpec(KV_HEADS)
 POOL = pages_sharding(KV_HEADS, DATA)
 ROWS = PartitionSpec(DATA, KV_HEADS)
-STAGED_ROWS = PartitionSpec(None, KV_HEADS)
+STAGED_ROWS = PartitionSpec(None, None, KV_HEADS)
 QUERY_ROWS = PartitionSpec(DATA, None, (KV_HEADS, QUERIES))
 
 _PLACED = PagedKVCache, CalibrationState, Batch, MixedBatch

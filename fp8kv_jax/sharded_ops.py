@@ -28,6 +28,7 @@ from fp8kv_jax.parallel import (
     STAGED_ROWS,
     Placement,
 )
+from fp8kv_jax.staging import StagedWindow
 from pallas_kernels.fp8 import RowStatistics
 from pallas_kernels.kv_append import AppendPlan
 from pallas_kernels.kv_append import kv_append as _kv_append
@@ -36,6 +37,7 @@ from pallas_kernels.kv_requantize import RequantizePlan
 from pallas_kernels.kv_requantize import plan_requantize as _plan_requantize
 from pallas_kernels.kv_requantize import requantize_pages as _requantize_pages
 from pallas_kernels.kv_requantize import requantize_staged as _requantize_staged
+from pallas_kernels.kv_requantize.plan import NO_RUN
 from pallas_kernels.paged_attention import paged_attention as _paged_attention
 from pallas_kernels.pages import copy_pages as _copy_pages
 
@@ -188,27 +190,46 @@ def plan_requantize(
 def requantize_staged(
     placement: Placement | None,
     pools: Pools,
-    staged: Pools,
-    slot_owner: Int32[Array, "num_slots"],
+    staged: StagedWindow,
+    index: int,
     plan: RequantizePlan,
     inv_scales: dict[str, Float[Array, "groups"]],
     **options: Any,
 ) -> Pools:
-    """Rewrites each device's own heads and pages."""
-    if placement is None:
-        return _requantize_staged(
-            *pools, *staged, slot_owner, plan, **inv_scales, **options
-        )
+    """Rewrites one layer's pools, each device its own heads and pages.
 
-    def requantize(pools, staged, slot_owner, plan, inv_scales):
-        return _requantize_staged(
-            *pools, *staged, slot_owner, _own(plan), **inv_scales, **options
-        )
+    Args:
+      placement: None for one device.
+      pools: of K and of V.
+      staged: the window of all calibrating layers.
+      index: which of them it is.
+      plan: from `plan_requantize`.
+      inv_scales: what to quantize K and V with.
+      **options: of the op.
+    """
+    num_rows = staged.num_rows
+
+    def requantize(pools, staged, owner, plan, inv_scales):
+        plan = plan if placement is None else _own(plan)
+        # All layers' rows are handed over, not copied, and rows named among them.
+        rows = [x.reshape(-1, *x.shape[2:]) for x in staged]
+        own_rows = _shifted(owner, plan, index * num_rows)
+        return _requantize_staged(*pools, *rows, *own_rows, **inv_scales, **options)
 
     by_group = jax.tree.map(_spec_of_groups, inv_scales)
     in_specs = (POOL, STAGED_ROWS, BY_DATA, BY_DATA, by_group)
     requantize = _on_devices(placement, requantize, in_specs, (POOL, POOL))
-    return requantize(pools, staged, slot_owner, plan, inv_scales)
+    rows = staged.k, staged.v
+    return requantize(pools, rows, staged.slot_owner, plan, inv_scales)
+
+
+def _shifted(
+    owner: Int32[Array, "num_slots"], plan: RequantizePlan, by: int
+) -> tuple[Int32[Array, "num_slots"], RequantizePlan]:
+    """Names rows counted from another one; what names none stays."""
+    runs = plan.first_rows
+    runs = jnp.where(runs == NO_RUN, runs, runs + by)
+    return jnp.where(owner < 0, owner, owner + by), plan._replace(first_rows=runs)
 
 
 def requantize_pages(

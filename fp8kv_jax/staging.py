@@ -1,5 +1,6 @@
 """The staged window: BF16 rows kept aside until the freeze, and who owns each slot."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -10,7 +11,8 @@ from fp8kv_jax.cache import PagedKVCache
 
 NO_OWNER = -1
 
-type StagedRows = BFloat16[Array, "num_rows num_kv_heads head_dim"]
+type Rows = BFloat16[Array, "num_tokens num_kv_heads head_dim"]
+type StagedRows = BFloat16[Array, "num_layers num_rows num_kv_heads head_dim"]
 
 
 @jax.tree_util.register_dataclass
@@ -18,19 +20,21 @@ type StagedRows = BFloat16[Array, "num_rows num_kv_heads head_dim"]
 class StagedWindow:
     """Rows of the window by calibrating layer, append-only until freeze or reset.
 
+    All layers' rows are one array, for K and for V: one write stages a batch.
+
     `slot_owner` says which row each slot holds, -1 for none. Owning by slot rather
     than by order of writing gives last-write-wins for reused slots, for duplicates
     inside one batch, and for copied pages. Every write into the pools that is not an
     append (an import, a load) must set the owner to -1.
     """
 
-    k: tuple[StagedRows, ...]
-    v: tuple[StagedRows, ...]
+    k: StagedRows
+    v: StagedRows
     slot_owner: Int32[Array, "num_slots"]
 
     @property
     def num_rows(self) -> int:
-        return self.k[0].shape[0]
+        return self.k.shape[1]
 
 
 def init_window(
@@ -38,19 +42,21 @@ def init_window(
 ) -> StagedWindow:
     """Makes an empty window of `num_rows` rows for each calibrating layer."""
 
-    def rows() -> tuple[StagedRows, ...]:
-        shapes = [cache.k_pages[layer].shape for layer in calibrating_layers]
-        return tuple(jnp.zeros((num_rows, s[1], s[3]), jnp.bfloat16) for s in shapes)
-
+    _, num_kv_heads, _, head_dim = cache.k_pages[calibrating_layers[0]].shape
+    shape = (len(calibrating_layers), num_rows, num_kv_heads, head_dim)
     num_slots = cache.num_pages * cache.page_size
     slot_owner = jnp.full((num_slots,), NO_OWNER, jnp.int32)
-    return StagedWindow(k=rows(), v=rows(), slot_owner=slot_owner)
+    return StagedWindow(
+        k=jnp.zeros(shape, jnp.bfloat16),
+        v=jnp.zeros(shape, jnp.bfloat16),
+        slot_owner=slot_owner,
+    )
 
 
 def stage(
     window: StagedWindow,
-    k: tuple[StagedRows, ...],
-    v: tuple[StagedRows, ...],
+    k: Sequence[Rows],
+    v: Sequence[Rows],
     *,
     slots: Int32[Array, "num_tokens"],
     real: Bool[Array, "num_tokens"],
@@ -67,17 +73,25 @@ def stage(
       num_staged: rows that the window holds.
     """
     row = num_staged + jnp.cumsum(real, dtype=jnp.int32) - 1
-    row = jnp.where(real, row, window.num_rows)
+    num_layers, num_rows = window.k.shape[:2]
+    layer = jnp.arange(num_layers, dtype=jnp.int32)
+    # Over rows of all layers: XLA on a GPU would transpose the window to write into
+    # its second axis.
+    place = layer[:, None] * num_rows + row[None, :]
+    kept = real & (row < num_rows)
+    place = jnp.where(kept[None, :], place, num_layers * num_rows).reshape(-1)
 
-    def put(rows: StagedRows, new: StagedRows) -> StagedRows:
-        return rows.at[row].set(new, mode="drop")
+    def put(rows: StagedRows, new: Sequence[Rows]) -> StagedRows:
+        flat = rows.reshape(-1, *rows.shape[2:])
+        flat = flat.at[place].set(jnp.concatenate(new), mode="drop")
+        return flat.reshape(rows.shape)
 
     # Rows only grow, so the largest row naming a slot is the last write to it.
     past_the_end = window.slot_owner.size
     owned = jnp.where(real, slots, past_the_end)
     return StagedWindow(
-        k=tuple(map(put, window.k, k)),
-        v=tuple(map(put, window.v, v)),
+        k=put(window.k, k),
+        v=put(window.v, v),
         slot_owner=window.slot_owner.at[owned].max(row, mode="drop"),
     )
 

@@ -10,9 +10,11 @@ if TYPE_CHECKING:
 
 def identify(model: "LoadedModel") -> ModelIdentity:
     """Hashes a loaded model's parts; the same in whatever type it computes."""
+    from models.fusion import split_projections
+
     return identify_model(
         model.config,
-        model.params,
+        split_projections(model.config, model.params),
         tokenizer=model.tokenizer.canonical_json(),
         chat_template=model.tokenizer.chat_template,
     )

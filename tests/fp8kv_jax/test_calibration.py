@@ -7,7 +7,7 @@ import pytest
 import tiny_model
 
 import fp8kv_jax as fp8kv
-from fp8kv_jax import calibration
+from fp8kv_jax import calibration, staging
 from pallas_kernels.fp8 import RowStatistics
 
 
@@ -80,6 +80,32 @@ def test_a_cache_without_fp8_layers_is_ready_from_the_start():
     assert bool(state.frozen)
     assert state.staged is None
     assert fp8kv.graphs_ready([state])
+
+
+def test_a_state_has_as_many_arrays_for_any_number_of_layers():
+    # A call takes the host about 2 us for each array that it is given.
+    config = fp8kv.CalibrationConfig(window_tokens=8)
+    sizes = {
+        len(
+            jax.tree.leaves(
+                fp8kv.init_calibration(config, cache, max_tokens_per_step=8)
+            )
+        )
+        for cache in (tiny_model.cache_config(), tiny_model.cache_config(num_layers=5))
+    }
+    assert len(sizes) == 1
+
+
+def test_rows_past_the_window_reach_no_other_layers_rows():
+    cache = jax.eval_shape(lambda: fp8kv.init_cache(tiny_model.cache_config()))
+    window = staging.init_window(cache, (0, 1), 3)
+    rows = [jnp.full((2, *window.k.shape[2:]), layer, jnp.bfloat16) for layer in (1, 2)]
+    slots = jnp.array([5, 6], jnp.int32)
+    real = jnp.array([True, True])
+    window = staging.stage(
+        window, rows, rows, slots=slots, real=real, num_staged=jnp.int32(2)
+    )
+    np.testing.assert_array_equal(window.v[:, :, 0, 0], [[0, 0, 1], [0, 0, 2]])
 
 
 def test_scale_is_amax_times_one_float32_constant():
