@@ -225,25 +225,11 @@ def _run(request: _Request, bound: socket.socket) -> None:
                 model=_identity(request, model, scales),
                 max_pages=request.snapshot_pages,
             )
-        if placement is None and jax.default_backend() == "gpu":
-            model = _with_joined_projections(model)
         with checking_input():
             engine = _make_engine(request, model, dtype, scales, placement)
     if snapshots is not None:
         _restore(snapshots, engine)
     _serve(request, bound, engine, _served(request, model), prompts, snapshots)
-
-
-def _with_joined_projections(model: "LoadedModel") -> "LoadedModel":
-    """A step of a GPU is shorter with them, if there is room to join them."""
-    from models.fusion import fuse_projections
-
-    num_bytes = sum(x.nbytes for x in jax.tree.leaves(model.params))
-    memory = jax.devices()[0].memory_stats()
-    if memory and memory["bytes_limit"] - memory["bytes_in_use"] < num_bytes:
-        return model
-    graphdef, params = fuse_projections(model.config, model.params)
-    return replace(model, graphdef=graphdef, params=params)
 
 
 def _restore(snapshots: Snapshots, engine: "Engine") -> None:

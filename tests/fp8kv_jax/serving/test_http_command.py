@@ -176,22 +176,6 @@ def test_the_command_builds_what_was_asked_for(monkeypatch, tmp_path):
     assert bound.fileno() == -1, "the port is given back"
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-def test_projections_are_joined_on_a_gpu(monkeypatch, backend):
-    engines = []
-    monkeypatch.setattr(
-        serve, "_serve", lambda *arguments: engines.append(arguments[2])
-    )
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    flags = [*SIZES.split(), "--port", "0", "--dtype", "float32"]
-    assert run(["serve", "--model", str(TINY), *flags]) == 0
-    attention = engines[0].runner.params["layers"][0]["attention"]
-    assert ("qkv" in attention, "q" in attention) == (
-        backend == "gpu",
-        backend == "cpu",
-    )
-
-
 def test_a_cpu_has_two_small_steps_and_a_gpu_six(monkeypatch):
     request = types.SimpleNamespace(
         max_num_seqs=None, max_num_batched_tokens=None, compilation_cache=None
