@@ -359,9 +359,14 @@ class Replay:
                     kl=float(quality.kl[index]),
                     context=self._decode(context),
                     next_token=self._decode(ids[position + 1 : position + 2]),
-                    full_top=self._decode([int(quality.full_top[index])]),
+                    full_top=self._name(int(quality.full_top[index])),
                     full_probability=float(quality.full_probability[index]),
-                    fp8_top=self._decode([int(quality.fp8_top[index])]),
+                    fp8_top=self._name(int(quality.fp8_top[index])),
                     fp8_probability=float(quality.fp8_probability[index]),
                 )
             )
+
+    def _name(self, token_id: int) -> str:
+        """A token's text; its id too where it holds a part of a character."""
+        text = self._decode([token_id])
+        return f"{text} (token {token_id})" if "\ufffd" in text else text

@@ -88,7 +88,8 @@ class WorstToken(Checked):
       kl: KL(full || FP8) of what comes next.
       context: the text up to there, cut in front.
       next_token: what follows in the text, "" at its end.
-      full_top, fp8_top: the likeliest next token of each run, and its probability.
+      full_top, fp8_top: the likeliest next token of each run, and its probability;
+        with its id where it holds a part of a character alone.
     """
 
     sample: str

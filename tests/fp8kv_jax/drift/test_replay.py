@@ -23,14 +23,18 @@ def scales(params):
     return example.calibrate(params)
 
 
-def run(params, scales, sequences, **changes):
+def spell(ids):
+    return " ".join(map(str, ids))
+
+
+def run(params, scales, sequences, decode=spell, **changes):
     replay = Replay(
         example.forward,
         params,
         scales,
         example.replay_config(**changes),
         example.slices_of(max_new_tokens=16),
-        decode=lambda ids: " ".join(map(str, ids)),
+        decode=decode,
     )
     for done in replay.run(sequences):
         assert done == replay.num_tokens
@@ -110,7 +114,22 @@ def test_the_worst_tokens_show_their_text(replayed):
     context = list(map(int, worst[0].context.split()))
     end = worst[0].position + 1
     assert context == sequence.token_ids[max(0, end - 24) : end]
-    assert worst[0].next_token == " ".join(map(str, sequence.token_ids[end : end + 1]))
+    assert worst[0].next_token == spell(sequence.token_ids[end : end + 1])
+
+
+def test_likeliest_tokens_that_are_parts_of_a_character_have_their_ids(
+    params, scales, replayed
+):
+    sequences, replay = replayed
+    broken = run(params, scales, sequences, decode=lambda ids: "\ufffd" * len(ids))
+    pairs = zip(
+        replay.quality_report().worst_tokens,
+        broken.quality_report().worst_tokens,
+        strict=True,
+    )
+    for whole, part in pairs:
+        assert part.full_top == f"\ufffd (token {whole.full_top})"
+        assert part.fp8_top == f"\ufffd (token {whole.fp8_top})"
 
 
 def test_how_sequences_are_packed_changes_nothing_but_rounding(
