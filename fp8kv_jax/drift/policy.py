@@ -277,13 +277,16 @@ def _check(bound: Bound, where: str) -> Iterator[Check]:
         return
     good = value <= limit if side == "max" else value >= limit
     most = "at most" if side == "max" else "at least"
+    # Digits enough to tell a value from the limit that it misses.
+    digits = next((n for n in range(4, 9) if f"{value:.{n}g}" != f"{limit:.{n}g}"), 4)
+    spelled = f"{value:.{digits}g} ({most} {limit:.{digits}g})"
     yield Check(
         name=f"{side}_{name}",
         slice=where,
         value=value,
         limit=limit,
         outcome="passed" if good else "failed",
-        words=f"{where}: {name.replace('_', ' ')} {value:.4g} ({most} {limit:.4g}).",
+        words=f"{where}: {name.replace('_', ' ')} {spelled}.",
     )
 
 

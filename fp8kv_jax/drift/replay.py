@@ -367,6 +367,8 @@ class Replay:
             )
 
     def _name(self, token_id: int) -> str:
-        """A token's text; its id too where it holds a part of a character."""
+        """A token's text; its id too where it is empty or a part of a character."""
         text = self._decode([token_id])
-        return f"{text} (token {token_id})" if "\ufffd" in text else text
+        if text and "\ufffd" not in text:
+            return text
+        return f"{text} (token {token_id})" if text else f"(token {token_id})"

@@ -13,7 +13,7 @@ import jinja2
 
 from fp8kv_jax.drift import report_figures as figures
 from fp8kv_jax.drift.report_charts import short, small_ratio
-from fp8kv_jax.drift.result import ReplayResult
+from fp8kv_jax.drift.result import Attribution, ReplayResult
 from fp8kv_jax.drift.result_quality import alike
 from fp8kv_jax.scales.files import write_file
 
@@ -65,7 +65,8 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "short": _or_dash(short),
+        # Three digits for 0.000986, too: it stands below 0.00109.
+        "short": _or_dash(functools.partial(short, least=1e-4)),
         "ratio": _or_dash(small_ratio),
         "count": _or_dash(lambda x: f"{x:,}"),
         "percent": _or_dash(lambda x: f"{x:.2%}"),
@@ -88,6 +89,14 @@ def _bytes(number: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{number:,}" if unit == "B" else f"{number:,} ({size:.3g} {unit})"
+
+
+def _attribute(attribution: Attribution | None) -> str:
+    """The value of the flag that traces a loss as closely."""
+    if attribution is None:
+        return "none"
+    by_head = any(x.head_kl is not None for x in attribution.layers)
+    return "heads" if by_head else "layers"
 
 
 def _command(result: ReplayResult) -> str:
@@ -115,8 +124,7 @@ def _command(result: ReplayResult) -> str:
             # None are drawn if nothing is to run on them; the flag allows no 0.
             if flag != "--attribution-samples" or number:
                 words += [flag, f"{number:g}"]
-        if result.attribution is None:
-            words += ["--attribute", "none"]
+        words += ["--attribute", _attribute(result.attribution)]
         formats = result.formats.trials if result.formats else ()
         words += ["--formats", ",".join(x.name for x in formats) or "none"]
     return shlex.join(words)

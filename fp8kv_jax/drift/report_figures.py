@@ -295,7 +295,7 @@ def _over_places(
                 labels=labels,
                 axis=words,
                 lowest=lowest,
-                text=lambda x: f"{x:.1%}",
+                text=lambda x: f"{100 * x:.4g}%",
             ),
         ),
     ]

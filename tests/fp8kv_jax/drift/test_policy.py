@@ -75,6 +75,12 @@ def test_one_bad_class_fails_and_the_envelope_keeps_the_others():
     )
 
 
+def test_a_bound_missed_by_little_is_told_apart_from_its_limit():
+    part = example.quality_slice(example.PARTS[0], kl=0.020_000_4)
+    verdict = verdict_of(quality=example.quality_report(slices=(part,)))
+    assert verdict.reasons == ("overall: kl mean 0.0200004 (at most 0.02).",)
+
+
 def test_a_small_slice_is_skipped_and_named():
     verdict = verdict_of()
     small = [c for c in verdict.checks if c.outcome == "skipped"]

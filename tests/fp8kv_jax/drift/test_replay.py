@@ -117,19 +117,20 @@ def test_the_worst_tokens_show_their_text(replayed):
     assert worst[0].next_token == spell(sequence.token_ids[end : end + 1])
 
 
-def test_likeliest_tokens_that_are_parts_of_a_character_have_their_ids(
-    params, scales, replayed
+@pytest.mark.parametrize(("text", "shown"), [("\ufffd", "\ufffd "), ("", "")])
+def test_likeliest_tokens_without_a_text_of_their_own_have_their_ids(
+    params, scales, replayed, text, shown
 ):
     sequences, replay = replayed
-    broken = run(params, scales, sequences, decode=lambda ids: "\ufffd" * len(ids))
+    broken = run(params, scales, sequences, decode=lambda ids: text * len(ids))
     pairs = zip(
         replay.quality_report().worst_tokens,
         broken.quality_report().worst_tokens,
         strict=True,
     )
     for whole, part in pairs:
-        assert part.full_top == f"\ufffd (token {whole.full_top})"
-        assert part.fp8_top == f"\ufffd (token {whole.fp8_top})"
+        assert part.full_top == f"{shown}(token {whole.full_top})"
+        assert part.fp8_top == f"{shown}(token {whole.fp8_top})"
 
 
 def test_how_sequences_are_packed_changes_nothing_but_rounding(

@@ -221,6 +221,14 @@ def test_a_trace_has_range_and_capacity_alone():
     assert "--max-new-tokens" not in page.text
 
 
+def test_the_command_traces_a_loss_as_closely(page):
+    assert "--attribute heads" in page.text
+    attribution = example.result().attribution
+    layers = [dataclasses.replace(x, head_kl=None) for x in attribution.layers]
+    shallow = dataclasses.replace(attribution, layers=tuple(layers))
+    assert "--attribute layers" in render(example.result(attribution=shallow))
+
+
 def test_formats_stand_beside_their_bytes(page):
     assert "int8_token_head 0.001 95.00% 2.00% 144 48 0" in page.text
     assert "--formats fp8_head,int8_token_head" in page.text
