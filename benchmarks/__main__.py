@@ -9,13 +9,18 @@ from typing import Annotated
 
 # Pools of 100 GB are measured: more of the device than JAX takes by default.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+# Processes share the device: one that waits for its turn must hold none of its memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Inputs that take the host seconds are made on it, also where only a GPU is named.
+if (platforms := os.environ.get("JAX_PLATFORMS")) and "cpu" not in platforms:
+    os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"
 
 import jax
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import plots, suite, tables
+from benchmarks import plots, side_by_side, suite, tables
 from benchmarks.compare import compare
 from benchmarks.report import Report, ReportError, read_report, write_report
 
@@ -70,14 +75,18 @@ def main(
         before = read_report(old) if old else None
         report = read_report(load) if load else None
     if report is None:
-        small = jax.default_backend() != "gpu" if small is None else small
+        on_gpu = jax.default_backend() == "gpu"
+        # On a CPU those that lower would disturb the one that measures.
+        apart = on_gpu and len(names) > 1
         with _progress() as progress:
             report = suite.run(
                 names,
-                small=small,
+                small=not on_gpu if small is None else small,
                 seconds=seconds,
                 progress=progress,
-                finished=lambda so_far: _keep(so_far, json),
+                keep=lambda so_far: _keep(so_far, json),
+                begin=side_by_side.begin if apart else suite.measure,
+                runner=side_by_side.run if apart else suite.in_this_process,
             )
     _keep(report, json)
     _show(report, markdown)

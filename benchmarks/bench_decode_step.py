@@ -9,14 +9,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import fp8kv_jax as fp8kv
-from benchmarks import llama_step
+from benchmarks import llama_step, turn
 from benchmarks.llama_step import StepShape
 from benchmarks.rows import implementations, moved, spread
 from benchmarks.timing import Times, kernel_times, steady_times, wall_times
@@ -47,39 +47,38 @@ def run(small: bool) -> Iterator[Row]:
     if small:
         model = _small_model()
         sizes = ((2, 256),)
-    forward, params = llama_step.random_params(model)
+    forward, params = llama_step.abstract_params(model)
     shapes = [StepShape(model=model, num_seqs=n, seq_len=s) for n, s in sizes]
-    yield from _compile_rows(
-        forward, params, shapes[0], BUCKETS[:1] if small else BUCKETS
-    )
+    buckets, measured = BUCKETS[:1] if small else BUCKETS, shapes[0]
     shapes += [replace(shape, dtype="bf16") for shape in shapes]
     shapes.sort(key=lambda shape: shape.seq_len)
-    with ThreadPoolExecutor(max_workers=len(shapes)) as pool:
-        # All of them before the first is timed: compiling would take the host from it.
-        steps = list(
-            pool.map(lambda shape: _compile_steps(forward, params, shape), shapes)
-        )
+    lowered = [_lower_steps(forward, params, shape) for shape in shapes]
+    turn.take()
+    # Before anything is compiled: what XLA has autotuned, it does not tune again. What
+    # is not in these times is the import of Mosaic.
+    yield from _compile_rows(forward, params, measured, buckets)
+    steps = turn.compile_all(lowered)
+    _, params = llama_step.random_params(model)
     for shape, compiled in zip(shapes, steps, strict=True):
         yield from _Bench(params, shape, compiled, repeats=5 if small else 40).rows()
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """The compiled steps of one shape; `reference` is None where it is the step."""
+class _Steps(NamedTuple):
+    """The steps of one shape; `reference` is None where it is the step."""
 
-    step: jax.stages.Compiled
-    released: jax.stages.Compiled | None
-    reference: jax.stages.Compiled | None
+    step: Any
+    released: Any | None
+    reference: Any | None
 
 
-def _compile_steps(forward: Any, params: Any, shape: StepShape) -> _Steps:
-    def compiled(**options: Any) -> jax.stages.Compiled:
-        return llama_step.compile_step(forward, params, shape, **options)
+def _lower_steps(forward: Any, params: Any, shape: StepShape) -> _Steps:
+    def lowered(**options: Any) -> jax.stages.Lowered:
+        return llama_step.lower_step(forward, params, shape, **options)
 
     return _Steps(
-        step=compiled(),
-        released=compiled(released=True) if shape.dtype == "fp8" else None,
-        reference=compiled(implementation="xla") if implementations()[1:] else None,
+        step=lowered(),
+        released=lowered(released=True) if shape.dtype == "fp8" else None,
+        reference=lowered(implementation="xla") if implementations()[1:] else None,
     )
 
 
@@ -133,7 +132,7 @@ def _lower(
         page_copies=ints(0, 2),
     )
     step = fp8kv.make_steps(forward).prefill_step
-    return jax.jit(step, donate_argnums=(1, 2)).lower(params, cache, state, batch)
+    return turn.lower(step, params, cache, state, batch, donate=(1, 2))
 
 
 def _compile_row(case: str, seconds: float) -> Row:

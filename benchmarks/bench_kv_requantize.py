@@ -2,14 +2,22 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.rows import check_equal, cold_copies, implementations, timed_row
-from pallas_kernels.dispatch import Implementation
+from benchmarks import turn
+from benchmarks.rows import (
+    Programs,
+    check_equal,
+    cold_copies,
+    implementations,
+    lower_each,
+    timed_row,
+)
 from pallas_kernels.kv_requantize import (
     plan_requantize,
     requantize_pages,
@@ -19,6 +27,7 @@ from pallas_kernels.kv_requantize.cases import (
     CASES,
     SMALL_CASES,
     RequantizeCase,
+    RequantizeInputs,
     make_inputs,
 )
 
@@ -35,27 +44,26 @@ TIMED = {
 POOL_BYTES = 512 << 20  # of the pool that `requantize_pages` streams
 
 
-def run(small: bool) -> list[dict[str, Any]]:
+def run(small: bool) -> Iterator[dict[str, Any]]:
     """Checks each case against the reference, then times it.
 
     Args:
       small: a few small cases, for a machine without a GPU.
 
-    Returns:
-      one row per op, case and implementation.
+    Yields:
+      One row per op and case.
     """
     cases = SMALL_CASES[:2] if small else [c for c in CASES if c.name in TIMED]
-    rows = [_staged_row(case, name) for case in cases for name in _kernels()]
-    for case in cases:
-        if case.ownership == "prefill":
-            case = case if small else _with_large_pools(case)
-            rows += [_pages_row(case, name) for name in _kernels()]
-    return rows
-
-
-def _kernels() -> list[Implementation]:
-    # On a GPU the fallback's loop over pages runs on the host: no baseline at all.
-    return implementations()[:1]
+    streamed = [case for case in cases if case.ownership == "prefill"]
+    if not small:
+        streamed = [_with_large_pools(case) for case in streamed]
+    staged, pages = turn.compile_all(
+        ([_lower_staged(case) for case in cases], [_lower_pages(c) for c in streamed])
+    )
+    for case, (plan, programs) in zip(cases, staged, strict=True):
+        yield _staged_row(case, plan, programs)
+    for case, programs in zip(streamed, pages, strict=True):
+        yield _pages_row(case, programs)
 
 
 def _with_large_pools(case: RequantizeCase) -> RequantizeCase:
@@ -63,61 +71,75 @@ def _with_large_pools(case: RequantizeCase) -> RequantizeCase:
     return dataclasses.replace(case, num_pages=POOL_BYTES // page_bytes)
 
 
-def _staged_row(case: RequantizeCase, name: Implementation) -> dict[str, Any]:
-    inputs = make_inputs(case, 0)
-    plan = plan_requantize(inputs.slot_owner, page_size=case.page_size)
-    rest = (*inputs[2:5], plan)
+def _lower_staged(case: RequantizeCase) -> tuple[Any, Programs]:
+    shapes = jax.eval_shape(lambda: make_inputs(case, 0))
+    plan = functools.partial(plan_requantize, page_size=case.page_size)
+    planned = jax.eval_shape(plan, shapes.slot_owner)
+    rest = _staged_arguments(shapes, planned)
+    return turn.lower(plan, shapes.slot_owner), _lower(
+        requantize_staged, shapes[:2], *rest
+    )
+
+
+def _lower_pages(case: RequantizeCase) -> Programs:
+    shapes = jax.eval_shape(lambda: make_inputs(case, 0))
+    return _lower(requantize_pages, shapes[:2], *_pages_arguments(shapes))
+
+
+def _lower(op: Callable[..., Any], pools: Any, rest: Any, scales: Any) -> Programs:
+    def step(name, k_pages, v_pages, rest, scales):
+        return op(k_pages, v_pages, *rest, **scales, implementation=name)
+
+    return lower_each(step, *pools, rest, scales, donate=(0, 1))
+
+
+def _staged_arguments(inputs: RequantizeInputs, plan: Any) -> tuple[Any, Any]:
     scales = {"k_inv_scale": inputs.k_inv_scale, "v_inv_scale": inputs.v_inv_scale}
-
-    def step(k_pages, v_pages, rest, scales, *, implementation):
-        return requantize_staged(
-            k_pages, v_pages, *rest, **scales, implementation=implementation
-        )
-
-    owned = int(np.sum(np.asarray(inputs.slot_owner) >= 0))
-    return _row(
-        "requantize_staged",
-        case,
-        name,
-        functools.partial(step, rest=rest, scales=scales),
-        inputs[:2],
-        # K and V; 2 bytes of a row are read, 1 byte of a code is written
-        (owned, case.num_kv_heads, case.head_dim, 2, 2 + 1),
-    )
+    return (*inputs[2:5], plan), scales
 
 
-def _pages_row(case: RequantizeCase, name: Implementation) -> dict[str, Any]:
-    inputs = make_inputs(case, 0)
+def _pages_arguments(inputs: RequantizeInputs) -> tuple[Any, Any]:
     names = ("k_scale", "v_scale", "k_inv_scale", "v_inv_scale")
-    scales = {name: getattr(inputs, name) for name in names}
+    return (), {name: getattr(inputs, name) for name in names}
+
+
+def _staged_row(
+    case: RequantizeCase, plan: Callable[..., Any], programs: Programs
+) -> dict[str, Any]:
+    inputs = make_inputs(case, 0)
+    arguments = _staged_arguments(inputs, plan(inputs.slot_owner))
+    owned = int(np.sum(np.asarray(inputs.slot_owner) >= 0))
+    # K and V; 2 bytes of a row are read, 1 byte of a code is written
+    product = (owned, case.num_kv_heads, case.head_dim, 2, 2 + 1)
+    return _row("requantize_staged", case, programs, inputs[:2], arguments, product)
+
+
+def _pages_row(case: RequantizeCase, programs: Programs) -> dict[str, Any]:
+    inputs = make_inputs(case, 0)
     sizes = (case.num_pages, case.num_kv_heads, case.page_size, case.head_dim)
-    return _row(
-        "requantize_pages",
-        case,
-        name,
-        functools.partial(requantize_pages, **scales),
-        inputs[:2],
-        (*sizes, 2, 1 + 1),  # K and V, read and written
-    )
+    product = (*sizes, 2, 1 + 1)  # K and V, read and written
+    arguments = _pages_arguments(inputs)
+    return _row("requantize_pages", case, programs, inputs[:2], arguments, product)
 
 
 def _row(
     op: str,
     case: RequantizeCase,
-    name: Implementation,
-    step: Callable[..., Any],
+    programs: Programs,
     pools: tuple[jax.Array, jax.Array],
+    arguments: tuple[Any, Any],
     product: tuple[int, ...],
 ) -> dict[str, Any]:
-    actual = step(*pools, implementation=name)
-    check_equal(actual, step(*pools, implementation="xla"))
-    donating = jax.jit(
-        functools.partial(step, implementation=name), donate_argnums=(0, 1)
-    )
+    # On a GPU the fallback's loop over pages runs on the host: no baseline at all.
+    name = implementations()[0]
     state = cold_copies(pools)
+    expected = programs["xla"](*jax.tree.map(jnp.copy, pools), *arguments)
+    actual = programs[name](*pools, *arguments)
+    check_equal(actual, expected, programs["differing"])
+    del pools, actual, expected
 
     def call(index: int) -> Any:
-        state[index] = donating(*state[index])
+        state[index] = programs[name](*state[index], *arguments)
         return state[index]
 
     calls = [functools.partial(call, index) for index in range(len(state))]

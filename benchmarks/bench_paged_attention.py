@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.rows import cold_copies, implementations, timed_row
+from benchmarks import turn
+from benchmarks.rows import Programs, cold_copies, implementations, timed_row
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.cases import BENCHMARK_CASES, Case, make_inputs
@@ -17,21 +19,20 @@ from pallas_kernels.paged_attention.cases import BENCHMARK_CASES, Case, make_inp
 TOLERANCE = 2.0**-8
 
 
-def run(small: bool) -> list[dict[str, Any]]:
+def run(small: bool) -> Iterator[dict[str, Any]]:
     """Checks each case against the reference, then times it.
 
     Args:
       small: two small cases, for a machine without a GPU.
 
-    Returns:
+    Yields:
       One row per case and implementation.
     """
     cases = _small_cases() if small else BENCHMARK_CASES
-    return [
-        _row(label, case, name)
-        for label, case in cases.items()
-        for name in implementations()
-    ]
+    compiled = turn.compile_all({label: _lower(case) for label, case in cases.items()})
+    for label, case in cases.items():
+        for name in implementations():
+            yield _row(label, case, name, *compiled[label])
 
 
 def _small_cases() -> dict[str, Case]:
@@ -43,12 +44,32 @@ def _small_cases() -> dict[str, Case]:
     }
 
 
-def _row(label: str, case: Case, name: Implementation) -> dict[str, Any]:
-    (q, k_pages, v_pages, *rest), arrays = make_inputs(case, 0)
-    attend = functools.partial(
-        paged_attention, implementation=name, **arrays, **case.options
-    )
-    errors = _errors(attend, (q, k_pages, v_pages, *rest))
+def _lower(case: Case) -> tuple[Programs, Programs]:
+    """Lowers the op for the case's queries, and for the same in float32."""
+    (q, *rest), scales = jax.eval_shape(lambda: make_inputs(case, 0))
+
+    def lowered(q: Any) -> Programs:
+        return {
+            name: turn.lower(_attend_by(name, case), scales, q, *rest)
+            for name in implementations()
+        }
+
+    return lowered(q), lowered(jax.ShapeDtypeStruct(q.shape, jnp.float32))
+
+
+def _attend_by(name: Implementation, case: Case) -> Callable[..., jax.Array]:
+    def attend(scales: dict[str, jax.Array], *arrays: jax.Array) -> jax.Array:
+        return paged_attention(*arrays, **scales, **case.options, implementation=name)
+
+    return attend
+
+
+def _row(
+    label: str, case: Case, name: Implementation, programs: Programs, wide: Programs
+) -> dict[str, Any]:
+    (q, k_pages, v_pages, *rest), scales = make_inputs(case, 0)
+    attend = functools.partial(programs[name], scales)
+    errors = _errors(name, programs, wide, (scales, q, k_pages, v_pages, *rest))
     pools = cold_copies((k_pages, v_pages))
     calls = [functools.partial(attend, q, *pair, *rest) for pair in pools]
     # Tokens, KV heads, elements, K and V, bytes of an element.
@@ -64,23 +85,27 @@ def _tokens_read(case: Case) -> int:
     return sum(min(n, window + case.num_queries - 1) for n in case.seq_lens)
 
 
-def _errors(attend: Any, args: tuple[jax.Array, ...]) -> dict[str, float]:
+def _errors(
+    name: Implementation, programs: Programs, wide: Programs, args: tuple[Any, ...]
+) -> dict[str, float]:
     """Compares with float32 attention on the dequantized values.
 
     Once as the timed call returns it, and once by a call with the same queries in
     float32, whose outputs are float32 too: the kernel's own error, without that of
     rounding the output to BF16, which any kernel has.
     """
-    q, *rest = args
-    wide = q.astype(jnp.float32)
-    want = np.asarray(attend(wide, *rest, implementation="xla"))
-    errors = {
-        "relative_error": _relative_error(attend(q, *rest), want),
-        "relative_error_float32_output": _relative_error(attend(wide, *rest), want),
-    }
-    for name, error in errors.items():
+    scales, q, *rest = args
+    wide_args = scales, q.astype(jnp.float32), *rest
+    want = np.asarray(wide["xla"](*wide_args))
+    errors = {"relative_error": _relative_error(programs[name](*args), want)}
+    if name != "xla":
+        got = wide[name](*wide_args)
+        errors["relative_error_float32_output"] = _relative_error(got, want)
+    for error_name, error in errors.items():
         if not error <= TOLERANCE:
-            raise AssertionError(f"Expected {name} within {TOLERANCE}, got {error}.")
+            raise AssertionError(
+                f"Expected {error_name} within {TOLERANCE}, got {error}."
+            )
     return errors
 
 

@@ -6,19 +6,21 @@ they are first called.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import turn
 from benchmarks.peer_libraries import PEERS, SCALE, Call, Peer, Problem
 from benchmarks.rows import COLD_BYTES, implementations, moved, spread
 from benchmarks.timing import Times, device_times, kernel_times, wall_times
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.cases import BENCHMARK_CASES
+from pallas_kernels.paged_attention.cases import BENCHMARK_CASES, Case, make_inputs
 
 SHAPES = ("32x8192", "8x2048", "1x8192")
 TOLERANCE = 2.0**-8  # ours; a peer's error is reported, whatever it is
@@ -40,10 +42,11 @@ def run(small: bool) -> Iterator[Row]:
     if small:
         case = dataclasses.replace(BENCHMARK_CASES["8x2048"], seq_lens=(256,) * 2)
         cases = {"2x256": case}
+    compiled = turn.compile_all({name: _lower(case) for name, case in cases.items()})
     for name, case in cases.items():
-        problem = Problem.of(case)
-        expected = _attend(problem, jnp.float32, "xla")
-        yield _our_row(name, problem, expected)
+        problem, programs = Problem.of(case), compiled[name]
+        expected = _attend(problem, jnp.float32, programs["reference"])
+        yield _our_row(name, problem, expected, programs["ours"])
         for peer in PEERS:
             if peer.installed:
                 yield _peer_row(name, problem, expected, peer)
@@ -51,17 +54,31 @@ def run(small: bool) -> Iterator[Row]:
         yield {"skipped": f"{library} is not installed"}
 
 
-def _attend(problem: Problem, dtype: Any, name: Implementation) -> jax.Array:
+def _lower(case: Case) -> dict[str, Any]:
+    """Lowers our attention, and the reference over queries in float32."""
+    (q, *rest), _ = jax.eval_shape(lambda: make_inputs(case, 0))
+
+    def lowered(name: Implementation, dtype: Any) -> jax.stages.Lowered:
+        scales = {"k_scale": SCALE, "v_scale": SCALE}
+        attend = functools.partial(paged_attention, **scales, implementation=name)
+        return turn.lower(attend, jax.ShapeDtypeStruct(q.shape, dtype), *rest)
+
+    ours = lowered(implementations()[0], jnp.bfloat16)
+    return {"ours": ours, "reference": lowered("xla", jnp.float32)}
+
+
+def _attend(problem: Problem, dtype: Any, program: Callable[..., Any]) -> jax.Array:
     p = problem
-    arrays = p.q.astype(dtype), p.k_pages, p.v_pages, p.block_table, p.seq_lens
-    scales = {"k_scale": SCALE, "v_scale": SCALE}
-    return paged_attention(*arrays, **scales, implementation=name)[:, 0]
+    q = p.q.astype(dtype)
+    return program(q, p.k_pages, p.v_pages, p.block_table, p.seq_lens)[:, 0]
 
 
-def _our_row(name: str, problem: Problem, expected: jax.Array) -> Row:
+def _our_row(
+    name: str, problem: Problem, expected: jax.Array, program: Callable[..., Any]
+) -> Row:
     implementation = implementations()[0]
     calls = [
-        lambda p=copy: _attend(p, jnp.bfloat16, implementation)
+        lambda p=copy: _attend(p, jnp.bfloat16, program)
         for copy in _cold_problems(problem)
     ]
     error = _error(calls[0](), expected)

@@ -6,22 +6,20 @@ the bytes of K and V. One set of pools serves all points. A step is its plan, on
 """
 
 import functools
-import itertools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import llama_step
+from benchmarks import llama_step, turn
 from benchmarks.llama_step import PAGE_SIZE, StepShape
 from benchmarks.rows import implementations, moved, spread
 from benchmarks.timing import Times, device_times
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.fp8 import quantize_rows
-from pallas_kernels.kv_append import AppendPlan, kv_append, plan_append
+from pallas_kernels.kv_append import kv_append, plan_append
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.pages.layout import as_bits, read_slots
 
@@ -60,54 +58,70 @@ def run(small: bool) -> Iterator[Row]:
     points = SMALL_POINTS if small else POINTS
     model = llama_step.llama_config(num_layers=2 if small else 32)
     num_seqs, context = max(points, key=lambda point: point[0] * point[1])
-    pools = llama_step.full_cache(
-        StepShape(model=model, num_seqs=num_seqs, seq_len=context)
-    )
+    shape = StepShape(model=model, num_seqs=num_seqs, seq_len=context)
+    pools = jax.eval_shape(lambda: llama_step.full_cache(shape))
+    first = pools.k_pages[0], pools.v_pages[0]
+    compiled = turn.compile_all([_lower(*point, first) for point in points])
+    pools = llama_step.full_cache(shape)
     layers = list(zip(pools.k_pages, pools.v_pages, strict=True))
     del pools  # each layer's pools are donated to its calls
-    benches = [_Point(*point, layers) for point in points]
-    lowered = [lowered for bench in benches for lowered in bench.lower()]
-    with ThreadPoolExecutor(max_workers=len(lowered)) as pool:
-        compiled = list(pool.map(jax.stages.Lowered.compile, lowered))
-    for bench, steps in zip(benches, itertools.batched(compiled, 2), strict=True):
-        yield bench.row(*steps)
+    for point, programs in zip(points, compiled, strict=True):
+        yield _Point(*point, layers, programs).row()
+
+
+class _Programs(NamedTuple):
+    """What is run of one point; `reference` for its first sequences only."""
+
+    plan: Any
+    step: Any
+    reference: Any
+
+
+def _lower(num_seqs: int, context: int, pools: tuple[Any, Any]) -> _Programs:
+    arrays = jax.eval_shape(lambda: _arrays(num_seqs, context, pools[0].shape))
+    plan = functools.partial(
+        plan_append, num_pages=pools[0].shape[0], page_size=PAGE_SIZE
+    )
+    planned = arrays | {"plan": jax.eval_shape(plan, arrays["slots"])}
+    step = functools.partial(_append_and_attend, implementation=implementations()[0])
+    reference = functools.partial(_attend, implementation="xla")
+    checked = jax.eval_shape(
+        functools.partial(_checked, num_seqs=num_seqs, context=context), arrays
+    )
+    return _Programs(
+        plan=turn.lower(plan, arrays["slots"]),
+        step=turn.lower(step, *pools, planned, donate=(0, 1)),
+        reference=turn.lower(reference, *pools, checked),
+    )
 
 
 class _Point:
     """One batch of sequences of one length, over pages spread over all pools."""
 
     def __init__(
-        self, num_seqs: int, context: int, layers: list[tuple[jax.Array, jax.Array]]
+        self,
+        num_seqs: int,
+        context: int,
+        layers: list[tuple[jax.Array, jax.Array]],
+        programs: _Programs,
     ) -> None:
         self.num_seqs, self.context, self.layers = num_seqs, context, layers
-        self.arrays = self._arrays(np.random.default_rng(0))
-        # What the reference gathers, it widens: it is given the first sequences only.
-        some = slice(max(1, CHECKED_TOKENS // context))
-        names = "q", "block_table", "seq_lens"
-        self.checked = {name: self.arrays[name][some] for name in names}
+        self.programs = programs
+        self.arrays = _arrays(num_seqs, context, layers[0][0].shape)
+        self.arrays["plan"] = programs.plan(self.arrays["slots"])
 
-    def lower(self) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
-        """Lowers the layer, and its reference, to compile them all at once."""
-        first = implementations()[0]
-        step = functools.partial(_append_and_attend, implementation=first)
-        step = jax.jit(step, donate_argnums=(0, 1))
-        reference = jax.jit(functools.partial(_attend, implementation="xla"))
-        return (
-            step.lower(*self.layers[0], self.arrays),
-            reference.lower(*self.layers[0], self.checked),
-        )
-
-    def row(self, step: jax.stages.Compiled, reference: jax.stages.Compiled) -> Row:
-        error = self._check(step, reference)
+    def row(self) -> Row:
+        error = self._check()
 
         def call(layer: int) -> jax.Array:
-            out, *self.layers[layer] = step(*self.layers[layer], self.arrays)
+            pools = self.layers[layer]
+            out, *self.layers[layer] = self.programs.step(*pools, self.arrays)
             return out
 
         num_layers = len(self.layers)
         calls = [functools.partial(call, layer) for layer in range(num_layers)]
         layer = device_times(calls, repeats=max(20, num_layers))
-        plan = device_times([functools.partial(self._plan, self.arrays["slots"])])
+        plan = device_times([lambda: self.programs.plan(self.arrays["slots"])])
         sums = (p + num_layers * us for p, us in zip(plan[:3], layer[:3], strict=True))
         times = Times(*sums, layer.count)
         k_pages, _ = self.layers[0]
@@ -125,39 +139,10 @@ class _Point:
         product = (self.num_seqs, self.context, *sizes)
         return row | spread(times) | moved(product, times.median)
 
-    def _plan(self, slots: jax.Array) -> AppendPlan:
-        num_pages = self.layers[0][0].shape[0]
-        return plan_append(slots, num_pages=num_pages, page_size=PAGE_SIZE)
-
-    def _arrays(self, rng: np.random.Generator) -> dict[str, Any]:
-        k_pages, _ = self.layers[0]
-        num_pages, num_kv_heads, _, head_dim = k_pages.shape
-        pages_per_seq = self.context // PAGE_SIZE
-        pages = rng.permutation(num_pages)[: self.num_seqs * pages_per_seq]
-        table = pages.reshape(self.num_seqs, pages_per_seq)
-        slots = table[:, -1] * PAGE_SIZE + PAGE_SIZE - 1
-
-        def normal(num_heads: int) -> jax.Array:
-            shape = self.num_seqs, num_heads, head_dim
-            return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
-
-        slots = jnp.asarray(slots, jnp.int32)
-        return {
-            "q": normal(4 * num_kv_heads)[:, None],
-            "k": normal(num_kv_heads),
-            "v": normal(num_kv_heads),
-            "slots": slots,
-            "plan": self._plan(slots),
-            "block_table": jnp.asarray(table, jnp.int32),
-            "seq_lens": jnp.full(self.num_seqs, self.context, jnp.int32),
-        }
-
-    def _check(
-        self, step: jax.stages.Compiled, reference: jax.stages.Compiled
-    ) -> float:
+    def _check(self) -> float:
         """Compares the bytes written, and the output of the first sequences."""
         arrays = self.arrays
-        out, *self.layers[0] = step(*self.layers[0], arrays)
+        out, *self.layers[0] = self.programs.step(*self.layers[0], arrays)
         heads = jnp.full(arrays["k"].shape[1], 1 / SCALE)
         for got, name in zip(
             read_slots(*self.layers[0], arrays["slots"]), "kv", strict=True
@@ -165,13 +150,43 @@ class _Point:
             want = quantize_rows(arrays[name], heads)
             if bool(jnp.any(as_bits(got) != as_bits(want))):
                 raise AssertionError(f"{name} in the pool differs from the reference's")
-        expected = reference(*self.layers[0], self.checked)
+        checked = _checked(arrays, self.num_seqs, self.context)
+        expected = self.programs.reference(*self.layers[0], checked)
         got = np.asarray(out[: len(expected)], np.float32)
         want = np.asarray(expected, np.float32)
         error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
         if not error <= TOLERANCE:
             raise AssertionError(f"Expected an error within {TOLERANCE}, got {error}.")
         return error
+
+
+def _arrays(num_seqs: int, context: int, pool_shape: tuple[int, ...]) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    num_pages, num_kv_heads, _, head_dim = pool_shape
+    pages_per_seq = context // PAGE_SIZE
+    pages = rng.permutation(num_pages)[: num_seqs * pages_per_seq]
+    table = pages.reshape(num_seqs, pages_per_seq)
+    slots = table[:, -1] * PAGE_SIZE + PAGE_SIZE - 1
+
+    def normal(num_heads: int) -> jax.Array:
+        shape = num_seqs, num_heads, head_dim
+        return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+
+    return {
+        "q": normal(4 * num_kv_heads)[:, None],
+        "k": normal(num_kv_heads),
+        "v": normal(num_kv_heads),
+        "slots": jnp.asarray(slots, jnp.int32),
+        "block_table": jnp.asarray(table, jnp.int32),
+        "seq_lens": jnp.full(num_seqs, context, jnp.int32),
+    }
+
+
+def _checked(arrays: dict[str, Any], num_seqs: int, context: int) -> dict[str, Any]:
+    """Takes the first sequences: what the reference gathers, it widens."""
+    some = min(num_seqs, max(1, CHECKED_TOKENS // context))
+    names = "q", "block_table", "seq_lens"
+    return {name: arrays[name][:some] for name in names}
 
 
 def _append_and_attend(

@@ -7,8 +7,9 @@ wall too, in a running loop. Steps without and with telemetry take
 turns, since a device's clocks drift.
 """
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fp8kv_jax as fp8kv
-from benchmarks import llama_step
+from benchmarks import llama_step, turn
 from benchmarks.llama_step import StepShape
 from benchmarks.rows import implementations, spread
 from benchmarks.timing import Times, device_times, steady_times
@@ -52,24 +53,38 @@ def run(small: bool) -> Iterator[Row]:
         )
         decode = StepShape(model=model, num_seqs=2, seq_len=256)
         chunk = StepShape(model=model, num_seqs=1, seq_len=256)
-    forward, params = llama_step.random_params(model)
-    step = fp8kv.make_steps(forward).prefill_step
+    forward, params = llama_step.abstract_params(model)
+    make = fp8kv.make_steps(forward).prefill_step
 
     def whole(cache, state, batch, params):
-        return step(params, cache, state, batch)
+        return make(params, cache, state, batch)
 
     heads = (model.num_q_heads, model.num_kv_heads, model.num_kv_heads)
-    for shape, num_queries in ((decode, 1), (chunk, chunk.seq_len)):
+
+    def attended(shape: StepShape, num_queries: int) -> tuple[Any, ...]:
+        return _batch(shape, num_queries), *_rows(shape, num_queries, heads)
+
+    sizes = (decode, 1), (chunk, chunk.seq_len)
+    lowered = []
+    for size in sizes:
+        batch, *rows = jax.eval_shape(functools.partial(attended, *size))
+        args = (batch, *rows)
+        lowered += (
+            _lower(_append_and_attend, args, *size),
+            _lower(whole, (batch, params), *size),
+        )
+    compiled = itertools.batched(turn.compile_all(lowered), 2)
+    _, params = llama_step.random_params(model)
+    for (shape, num_queries), (attend, step) in zip(sizes, compiled, strict=True):
         case = f"{shape.num_seqs}x{num_queries} tokens of {shape.seq_len}"
-        batch = _batch(shape, num_queries)
-        args = (batch, *_rows(shape, num_queries, heads))
-        pair = _pair(_append_and_attend, args, shape)
+        args = attended(shape, num_queries)
+        pair = _pair(attend, args, shape)
         yield from _compared("append, attention", case, pair)
-        del pair, args
-        pair = _pair(whole, (batch, params), shape)
+        del pair
+        pair = _pair(step, (args[0], params), shape)
         yield from _compared("whole step", case, pair)
         yield from _compared("whole step", case, pair, wall=True)
-        del pair
+        del pair, args
 
 
 def _append_and_attend(cache, state, batch, q, k, v):
@@ -85,27 +100,47 @@ class _Chain:
     """A compiled step that hands its cache and its state, scales frozen, to the next."""
 
     def __init__(self, step: Step, args: Any, shape: StepShape, telemetry: bool):
-        self.args = args
+        self.step, self.args = step, args
         self.cache = llama_step.full_cache(shape)
-        state = fp8kv.init_calibration(
-            fp8kv.CalibrationConfig(window_tokens=1),
-            shape.cache,
-            max_tokens_per_step=args[0].token_ids.size,
-            telemetry=telemetry,
-        )
-        self.state = fp8kv.release_window(replace(state, frozen=jnp.array(True)))
-        jitted = jax.jit(step, donate_argnums=(0, 1))
-        self.step = jitted.lower(self.cache, self.state, *args).compile()
+        self.state = _state(shape, args[0].token_ids.size, telemetry)
 
     def __call__(self) -> Any:
         out, self.cache, self.state = self.step(self.cache, self.state, *self.args)
         return out
 
 
-def _pair(step: Step, args: Any, shape: StepShape) -> list[_Chain]:
-    """Compiles a step without and with telemetry, side by side."""
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        return list(pool.map(lambda on: _Chain(step, args, shape, on), (False, True)))
+def _state(
+    shape: StepShape, num_tokens: int, telemetry: bool
+) -> fp8kv.CalibrationState:
+    state = fp8kv.init_calibration(
+        fp8kv.CalibrationConfig(window_tokens=1),
+        shape.cache,
+        max_tokens_per_step=num_tokens,
+        telemetry=telemetry,
+    )
+    # As `release_window` leaves it, which cannot be traced.
+    return replace(state, frozen=jnp.array(True), staged=None)
+
+
+def _lower(
+    step: Step, args: Any, shape: StepShape, num_queries: int
+) -> list[jax.stages.Lowered]:
+    """Lowers a step without and with telemetry."""
+
+    def held(telemetry: bool) -> tuple[Any, ...]:
+        num_tokens = shape.num_seqs * num_queries
+        return llama_step.full_cache(shape), _state(shape, num_tokens, telemetry)
+
+    return [
+        turn.lower(step, *jax.eval_shape(lambda on=on: held(on)), *args, donate=(0, 1))
+        for on in (False, True)
+    ]
+
+
+def _pair(steps: list[Step], args: Any, shape: StepShape) -> list[_Chain]:
+    """Makes what a step without and one with telemetry hand on."""
+    on = False, True
+    return [_Chain(step, args, shape, t) for step, t in zip(steps, on, strict=True)]
 
 
 def _compared(

@@ -5,9 +5,9 @@ time of one step alone: CUPTI does not see kernels behind a condition of a CUDA 
 What the window adds is the difference from the frozen step.
 """
 
+import functools
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fp8kv_jax as fp8kv
-from benchmarks import llama_step
+from benchmarks import llama_step, turn
 from benchmarks.llama_step import StepShape
 from benchmarks.rows import implementations, spread
 from benchmarks.timing import Times
@@ -42,32 +42,41 @@ def run(small: bool) -> Iterator[Row]:
     shape = StepShape(model=model, num_seqs=2, seq_len=256)
     if not small:
         shape = StepShape(model=llama_step.llama_config(), num_seqs=8, seq_len=1024)
-    benches = [_Bench(shape, window) for window in (WINDOWS[2:4] if small else WINDOWS)]
-    with ThreadPoolExecutor(max_workers=len(benches)) as pool:
-        list(pool.map(_Bench.compile, benches))
-    for bench in benches:
+    windows = WINDOWS[2:4] if small else WINDOWS
+    lowered = [
+        _lower(jax.eval_shape(functools.partial(_arguments, shape, window)))
+        for window in windows
+    ]
+    for window, step in zip(windows, turn.compile_all(lowered), strict=True):
+        bench = _Bench(shape, window, step)
         yield from bench.rows()
-    yield from benches[-1].release_rows()
+    yield from bench.release_rows()
+
+
+def _arguments(shape: StepShape, window: int) -> tuple[Any, ...]:
+    """Makes the cache, the state, the batch, and one layer's q, k and v."""
+    model, keys = shape.model, jax.random.split(jax.random.key(0), 3)
+    heads = model.num_q_heads, model.num_kv_heads, model.num_kv_heads
+    qkv = tuple(
+        jax.random.normal(key, (shape.num_seqs, 1, n, 128), jnp.bfloat16)
+        for key, n in zip(keys, heads, strict=True)
+    )
+    state = llama_step.calibrating_state(shape, window_tokens=window)
+    return llama_step.full_cache(shape), state, llama_step.decode_batch(shape), qkv
+
+
+def _lower(arguments: tuple[Any, ...]) -> jax.stages.Lowered:
+    return turn.lower(_step, *arguments, donate=(0, 1))
 
 
 class _Bench:
     """Steps of one window's length."""
 
-    def __init__(self, shape: StepShape, window: int) -> None:
-        self.shape, self.window = shape, window
-        self.cache = llama_step.full_cache(shape)
-        self.state = llama_step.calibrating_state(shape, window_tokens=window)
-        self.batch = llama_step.decode_batch(shape)
-        model, keys = shape.model, jax.random.split(jax.random.key(0), 3)
-        heads = model.num_q_heads, model.num_kv_heads, model.num_kv_heads
-        self.qkv = tuple(
-            jax.random.normal(key, (shape.num_seqs, 1, n, 128), jnp.bfloat16)
-            for key, n in zip(keys, heads, strict=True)
-        )
-
-    def compile(self) -> None:
-        step = jax.jit(_step, donate_argnums=(0, 1))
-        self.step = step.lower(self.cache, self.state, self.batch, self.qkv).compile()
+    def __init__(
+        self, shape: StepShape, window: int, step: jax.stages.Compiled
+    ) -> None:
+        self.shape, self.window, self.step = shape, window, step
+        self.cache, self.state, self.batch, self.qkv = _arguments(shape, window)
 
     def rows(self) -> Iterator[Row]:
         self._check()
@@ -91,7 +100,7 @@ class _Bench:
         released = Times.of([1e6 * (time.perf_counter() - started)])
         yield self._row("release_window()", released)
         started = time.perf_counter()
-        self.compile()
+        self.step = _lower((self.cache, self.state, self.batch, self.qkv)).compile()
         compiled = Times.of([1e6 * (time.perf_counter() - started)])
         yield self._row("compile the released step", compiled)
         yield self._row("released", self._times())

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fp8kv_jax as fp8kv
+from benchmarks import turn
 from models.config import ModelConfig
 from models.rope import Llama3Scaling, Rope
 from models.transformer import Forward, abstract_model, bind_forward
@@ -80,15 +81,21 @@ class StepShape:
         return self.num_seqs * self.seq_len * self.cache.bytes_per_token
 
 
+def abstract_params(model: ModelConfig, *, fused: bool = True) -> tuple[Forward, Any]:
+    """Makes a model's forward function, and describes its BF16 weights."""
+    graphdef, shapes = abstract_model(model, jnp.bfloat16, fused=fused)
+    return bind_forward(graphdef), shapes
+
+
 def random_params(
     model: ModelConfig, *, seed: int = 0, fused: bool = True
 ) -> tuple[Forward, Any]:
     """Makes a model's forward function and random BF16 weights on the device."""
-    graphdef, shapes = abstract_model(model, jnp.bfloat16, fused=fused)
+    forward, shapes = abstract_params(model, fused=fused)
     leaves, treedef = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
     made = [_random(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
-    return bind_forward(graphdef), jax.tree.unflatten(treedef, made)
+    return forward, jax.tree.unflatten(treedef, made)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -181,23 +188,32 @@ def decode_batch(shape: StepShape, seed: int = 0) -> fp8kv.Batch:
     return fp8kv.Batch(**{k: jnp.asarray(x, jnp.int32) for k, x in arrays.items()})
 
 
-def compile_step(
+def lower_step(
     forward: Forward,
     params: Any,
     shape: StepShape,
     *,
     released: bool = False,
     implementation: Implementation | None = None,
-    compiler_options: dict[str, Any] | None = None,
-) -> jax.stages.Compiled:
-    """Compiles the decode step, which is given its cache and its state for good."""
+) -> jax.stages.Lowered:
+    """Lowers the decode step, which is given its cache and its state for good."""
 
     def arguments() -> tuple[Any, ...]:
         state = calibrating_state(shape)
         state = replace(state, staged=None) if released else state
-        return fp8kv.init_cache(shape.cache), state
+        return fp8kv.init_cache(shape.cache), state, decode_batch(shape)
 
-    shapes = params, *jax.eval_shape(arguments), decode_batch(shape)
     step = fp8kv.make_steps(forward, implementation=implementation).decode_step
-    lowered = jax.jit(step, donate_argnums=(1, 2)).lower(*shapes)
-    return lowered.compile(compiler_options)
+    return turn.lower(step, params, *jax.eval_shape(arguments), donate=(1, 2))
+
+
+def compile_step(
+    forward: Forward,
+    params: Any,
+    shape: StepShape,
+    *,
+    compiler_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> jax.stages.Compiled:
+    """Compiles what `lower_step` lowers with these options."""
+    return lower_step(forward, params, shape, **options).compile(compiler_options)

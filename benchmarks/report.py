@@ -36,7 +36,8 @@ class Report:
       date: when the run started, UTC.
       small: whether the shapes were those for a machine without a GPU.
       ceilings: of the device, measured in this run.
-      seconds: how long each benchmark took, in the order they ran.
+      seconds: how long each benchmark took, in the order they ended; the first one
+        with what came before it, the others from the end of the one before.
       rows: results; each names its `benchmark`.
       skipped: why a benchmark, or a part of one, did not run.
       failed: what went wrong in which benchmark.

@@ -1,11 +1,13 @@
 """What the benchmarks share: cold buffers, the check before timing, a result's row.
 
-A benchmark is a module `bench_<name>` with `run(small) -> list[dict]`. A row needs
+A benchmark is a module `bench_<name>` with `run(small)`, which yields rows: it lowers
+all that it measures, then makes its first array after `turn.take()`. A row needs
 `op`, `case`, `implementation` and a time, `device_us` or `wall_us`; with `gb_per_s` or
 `tflop_per_s` it is compared to the ceiling, and with a row of the same case of the
 "xla" implementation, or of the case `<case>-bf16`, to that baseline.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import turn
 from benchmarks.timing import Times, device_times
 from pallas_kernels.dispatch import Implementation, targets_hopper
 from pallas_kernels.pages.layout import as_bits
+
+# One op by implementation, lowered, or compiled and to be called; "differing" counts
+# in how many elements two of its results differ.
+type Programs = dict[str, Any]
 
 COLD_BYTES = 200 << 20  # beyond the 60 MB of L2: the arrays of each call are cold
 
@@ -25,6 +32,24 @@ def implementations() -> list[Implementation]:
     return ["mosaic_gpu", "xla"] if targets_hopper() else ["xla"]
 
 
+def lower_each(
+    op: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()
+) -> Programs:
+    """Lowers an op for each implementation, and the comparison of two results.
+
+    Args:
+      op: of the implementation's name, then of arrays and trees of them.
+      *shapes: of the arrays.
+      donate: which of them the caller gives up.
+    """
+    lowered: Programs = {
+        name: turn.lower(functools.partial(op, name), *shapes, donate=donate)
+        for name in implementations()
+    }
+    result = lowered["xla"].out_info
+    return lowered | {"differing": turn.lower(_num_differing, result, result)}
+
+
 def cold_copies[T](arrays: T) -> list[T]:
     """Copies arrays as often as it takes for one copy to leave the cache."""
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(arrays))
@@ -32,13 +57,20 @@ def cold_copies[T](arrays: T) -> list[T]:
     return [jax.tree.map(jnp.copy, arrays) for _ in range(num_copies)]
 
 
-def check_equal(actual: Any, expected: Any) -> None:
+def check_equal(
+    actual: Any, expected: Any, differing: Callable[..., Any] | None = None
+) -> None:
     """Compares results bit for bit, but for the sign of an FP8 NaN.
+
+    Args:
+      actual: a tree of arrays.
+      expected: a tree of the same kind.
+      differing: what compares them, compiled; it is compiled now if not given.
 
     Raises:
       AssertionError: with how many elements differ.
     """
-    count = int(_num_differing(actual, expected))
+    count = int((differing or _num_differing)(actual, expected))
     if count:
         raise AssertionError(f"{count} elements differ from the reference")
 

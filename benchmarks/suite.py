@@ -1,11 +1,11 @@
-"""Runs benchmarks one after the other and collects their rows."""
+"""Runs benchmarks and collects their rows: in this process, or side by side."""
 
 import gc
 import importlib
 import pathlib
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.report import Report, begin_report
@@ -18,8 +18,14 @@ NAMES = tuple(
         for path in pathlib.Path(__file__).parent.glob("bench_*.py")
     )
 )
+OUT_OF_TIME = "--seconds were used up"
 
+# A row, or one field `skipped` or `failed` that says why there is none.
+type Event = dict[str, Any]
 type Progress = Callable[[str], None]
+# Gives the events of some benchmarks, each with its benchmark's name. A benchmark's
+# last one is the name alone: it has ended.
+type Runner = Callable[..., Iterator[tuple[str, Event | None]]]
 
 
 def run(
@@ -28,7 +34,9 @@ def run(
     small: bool,
     seconds: float | None = None,
     progress: Progress = lambda text: None,
-    finished: Callable[[Report], None] = lambda report: None,
+    keep: Callable[[Report], None] = lambda report: None,
+    begin: Callable[[bool], Report] | None = None,
+    runner: Runner | None = None,
 ) -> Report:
     """Runs some benchmarks; one that fails is reported and the others go on.
 
@@ -37,48 +45,72 @@ def run(
       small: shapes for a machine without a GPU.
       seconds: no further case is started after this time; None for no limit.
       progress: told what is under way.
-      finished: given the report so far after each benchmark, to keep it.
+      keep: given the report so far after each row.
+      begin: makes the report, with the ceilings; in this process by default.
+      runner: runs the benchmarks; one after the other, in this process, by default.
     """
-    started = time.monotonic()
+    started = began = time.monotonic()
+    deadline = float("inf") if seconds is None else started + seconds
     progress("ceilings of this device")
-    report = begin_report(measure_ceilings(), small=small)
-
-    def out_of_time() -> bool:
-        return seconds is not None and time.monotonic() - started > seconds
-
-    for name in names:
-        began = time.monotonic()
-        try:
-            _run_one(name, report, out_of_time, progress)
-        except Exception as error:
-            traceback.print_exc()
-            lines = str(error).splitlines() or [""]
-            report.failed.append(f"{name}: {type(error).__name__}: {lines[0]}")
-        report.seconds[name] = time.monotonic() - began
-        finished(report)
-        gc.collect()  # so that the next one finds the device's memory free
+    report = (begin or measure)(small)
+    events = (runner or in_this_process)(
+        names, small=small, deadline=deadline, progress=progress
+    )
+    for name, event in events:
+        if event is None:
+            now = time.monotonic()
+            report.seconds[name], began = now - began, now
+        elif "skipped" in event:
+            report.skipped.append(f"{name}: {event['skipped']}")
+        elif "failed" in event:
+            report.failed.append(f"{name}: {event['failed']}")
+        else:
+            report.rows.append({"benchmark": name} | event)
+        keep(report)
     return report
 
 
-def load(name: str) -> Callable[..., Iterable[dict[str, Any]]]:
+def measure(small: bool) -> Report:
+    """Begins a report with the ceilings of this device."""
+    return begin_report(measure_ceilings(), small=small)
+
+
+def load(name: str) -> Callable[..., Iterable[Event]]:
     """Imports a benchmark: its `run(small)`, which gives rows."""
     return importlib.import_module(f"benchmarks.bench_{name}").run
 
 
-def _run_one(
-    name: str, report: Report, out_of_time: Callable[[], bool], progress: Progress
-) -> None:
-    progress(name)
-    reason = f"{name}: --seconds were used up"
-    if out_of_time():
-        report.skipped.append(reason)
+def in_this_process(
+    names: Sequence[str], *, small: bool, deadline: float, progress: Progress
+) -> Iterator[tuple[str, Event | None]]:
+    """Runs benchmarks one after the other."""
+    for name in names:
+        progress(name)
+        for event in events_of(name, small=small, deadline=deadline):
+            if "op" in event:
+                progress(describe(name, event))
+            yield name, event
+        yield name, None
+        gc.collect()  # so that the next one finds the device's memory free
+
+
+def describe(name: str, row: Event) -> str:
+    return f"{name}: {row['op']} {row['case']} {row['implementation']}"
+
+
+def events_of(name: str, *, small: bool, deadline: float) -> Iterator[Event]:
+    """Runs one benchmark until it ends, fails, or has no time left."""
+    if time.monotonic() > deadline:
+        yield {"skipped": OUT_OF_TIME}
         return
-    for row in load(name)(small=report.small):
-        if "skipped" in row:
-            report.skipped.append(f"{name}: {row['skipped']}")
-            continue
-        report.rows.append({"benchmark": name} | row)
-        progress(f"{name}: {row['op']} {row['case']} {row['implementation']}")
-        if out_of_time():
-            report.skipped.append(f"{reason} after {row['op']} {row['case']}")
-            return
+    try:
+        for event in load(name)(small=small):
+            yield event
+            if time.monotonic() > deadline and "skipped" not in event:
+                after = f"after {event['op']} {event['case']}"
+                yield {"skipped": f"{OUT_OF_TIME} {after}"}
+                return
+    except Exception as error:
+        traceback.print_exc()
+        lines = str(error).splitlines() or [""]
+        yield {"failed": f"{type(error).__name__}: {lines[0]}"}

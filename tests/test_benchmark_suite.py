@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import plots, suite, tables, timing
+from benchmarks import plots, side_by_side, suite, tables, timing
 from benchmarks.__main__ import app
 from benchmarks.compare import compare
 from benchmarks.report import Report, ReportError, derived, read_report, write_report
@@ -188,16 +189,87 @@ def test_no_case_is_started_once_the_seconds_are_used_up(benchmarks_of, monkeypa
     assert [reason.split(":")[0] for reason in result.skipped] == ["endless", "other"]
 
 
-def test_each_finished_benchmark_is_kept_before_the_next_one_starts(benchmarks_of):
+def test_each_row_is_kept_before_the_next_one_is_measured(benchmarks_of):
     kept = []
 
     def dies(small):
         assert [r["case"] for r in kept[-1].rows] == ["first"]
+        yield row("second")
+        assert [r["case"] for r in kept[-1].rows] == ["first", "second"]
         raise KeyboardInterrupt
 
     benchmarks_of(first=lambda small: [row("first")], dies=dies)
     with pytest.raises(KeyboardInterrupt):
-        suite.run(["first", "dies"], small=True, finished=kept.append)
+        suite.run(["first", "dies"], small=True, keep=kept.append)
+
+
+def run_side_by_side(benchmarks_of, names, **options):
+    benchmarks_of()  # no measuring of this device
+    return suite.run(names, small=True, runner=side_by_side.run, **options)
+
+
+def test_side_by_side_gives_what_one_process_gives():
+    names, said = ["pages", "absmax"], []
+    result = suite.run(
+        names,
+        small=True,
+        progress=said.append,
+        begin=side_by_side.begin,
+        runner=side_by_side.run,
+    )
+    alone = [
+        (name, r["op"], r["case"], r["implementation"])
+        for name in names
+        for r in suite.load(name)(small=True)
+    ]
+    measured = [
+        tuple(r[k] for k in ("benchmark", "op", "case", "implementation"))
+        for r in result.rows
+    ]
+    assert sorted(measured) == sorted(alone)
+    assert [key for key, _ in itertools.groupby(r[0] for r in measured)] == list(
+        result.seconds
+    ), "one measured while the other one did"
+    assert not result.failed + result.skipped
+    assert result.ceilings["gb_per_s"] > 0
+    assert any("lowering: pages" in text for text in said)
+
+
+def test_a_process_that_dies_has_failed_and_the_rows_before_are_kept(benchmarks_of):
+    kept = []
+
+    def kill_after_the_first_row(report):
+        kept.append(len(report.rows))
+        if kept == [1]:  # the next one takes it seconds
+            (process,) = multiprocessing.active_children()
+            process.kill()
+
+    result = run_side_by_side(
+        benchmarks_of, ["decode_step"], keep=kill_after_the_first_row
+    )
+    assert [r["benchmark"] for r in result.rows] == ["decode_step"]
+    assert result.failed == ["decode_step: its process ended with exit code -9"]
+    assert list(result.seconds) == ["decode_step"]
+
+
+def test_an_interrupted_run_leaves_no_process(benchmarks_of):
+    def interrupt(report):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_side_by_side(benchmarks_of, ["absmax", "pages"], keep=interrupt)
+    for process in multiprocessing.active_children():
+        process.join(timeout=10)
+    assert not multiprocessing.active_children()
+
+
+def test_who_waits_past_the_seconds_is_skipped(benchmarks_of):
+    result = run_side_by_side(benchmarks_of, ["absmax", "pages"], seconds=0.0)
+    assert sorted(result.skipped) == [
+        "absmax: --seconds were used up",
+        "pages: --seconds were used up",
+    ]
+    assert not result.rows + result.failed
 
 
 def test_a_steady_loop_waits_for_a_result_while_later_calls_run(monkeypatch):

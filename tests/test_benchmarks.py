@@ -5,15 +5,22 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
-from benchmarks import suite
+from benchmarks import suite, turn
 from benchmarks.report import microseconds
 
 
 @pytest.mark.parametrize("name", suite.NAMES)
 def test_small_benchmarks_check_and_time_their_op(name):
+    before = {id(x) for x in jax.live_arrays()}
+    made = []
+    turn.wait_with(
+        lambda: made.append([x for x in jax.live_arrays() if id(x) not in before])
+    )
     rows = list(suite.load(name)(small=True))
+    assert made == [[]], "the device is used before the turn is taken"
     rows = [row for row in rows if "skipped" not in row]
     assert rows
     assert all(microseconds(row) > 0 for row in rows)
