@@ -16,7 +16,8 @@ class Screen:
     """Stdout and stderr, and the status line if stderr is a terminal.
 
     When both are the same terminal, the line of text under way is drawn together
-    with the status line below it, and printed for good once it is complete.
+    with the status line below it, and printed for good once it is complete. When both
+    are the same file, a note begins on a line of its own.
 
     Args:
       status: makes the status line; called several times a second.
@@ -26,6 +27,7 @@ class Screen:
         self.console = Console(stderr=True, highlight=False)
         self._status = status
         self._unfinished = ""
+        self._in_a_line = False
         self._live: Live | None = None
         if sys.stderr.isatty() and not self.console.is_dumb_terminal:
             self._live = Live(
@@ -61,6 +63,7 @@ class Screen:
         if not self._shared:
             sys.stdout.write(text)
             sys.stdout.flush()
+            self._in_a_line = bool(text) and not text.endswith("\n")
             return
         *lines, self._unfinished = (self._unfinished + text).split("\n")
         for line in lines:
@@ -68,6 +71,9 @@ class Screen:
 
     def note(self, line: RenderableType) -> None:
         """Prints a line, or a table, to stderr."""
+        if self._in_a_line and _same_file():
+            self.console.print()
+            self._in_a_line = False
         self.console.print(line, soft_wrap=isinstance(line, str), markup=False)
 
     def _draw(self) -> RenderableType:
@@ -84,4 +90,12 @@ def _same_terminal() -> bool:
     with contextlib.suppress(OSError, ValueError):
         if sys.stdout.isatty():
             return os.ttyname(sys.stdout.fileno()) == os.ttyname(sys.stderr.fileno())
+    return False
+
+
+def _same_file() -> bool:
+    """Whether both streams end in one pipe or file, as after `2>&1`."""
+    with contextlib.suppress(OSError, ValueError):
+        streams = sys.stdout.fileno(), sys.stderr.fileno()
+        return os.path.samestat(*map(os.fstat, streams))
     return False
