@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import fp8kv_jax as fp8kv
 from benchmarks import llama_step, turn
 from benchmarks.llama_step import StepShape
-from benchmarks.rows import implementations, moved, spread
+from benchmarks.rows import implementations, moved, relative_error, spread
 from benchmarks.timing import Times, kernel_times, steady_times, wall_times
 from models.config import ModelConfig
 
@@ -198,7 +198,7 @@ class _Bench:
         self.step = self.steps.reference
         expected = self._run()
         self.step = self.steps.step
-        error = float(jnp.linalg.norm(logits - expected) / jnp.linalg.norm(expected))
+        error = relative_error(logits, expected)
         if not error <= TOLERANCE:
             raise AssertionError(
                 f"Expected logits within {TOLERANCE} of the reference's, got {error}."

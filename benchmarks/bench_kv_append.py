@@ -14,7 +14,7 @@ from benchmarks.rows import (
     check_equal,
     cold_copies,
     implementations,
-    lower_each,
+    lower_checked,
     timed_row,
 )
 from benchmarks.timing import device_time_us
@@ -78,7 +78,7 @@ def _lower(case: AppendCase, inputs: AppendInputs) -> tuple[Any, Programs]:
             implementation=name,
         )
 
-    return turn.lower(plan, slots), lower_each(append, *arrays, donate=(0, 1))
+    return turn.lower(plan, slots), lower_checked(append, *arrays, donate=(0, 1))
 
 
 def _moved_slots(case: AppendCase, seed: int, slot_mapping: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from benchmarks.rows import (
     check_equal,
     cold_copies,
     implementations,
-    lower_each,
+    lower_checked,
     timed_row,
 )
 from pallas_kernels.kv_requantize import (
@@ -90,7 +90,7 @@ def _lower(op: Callable[..., Any], pools: Any, rest: Any, scales: Any) -> Progra
     def step(name, k_pages, v_pages, rest, scales):
         return op(k_pages, v_pages, *rest, **scales, implementation=name)
 
-    return lower_each(step, *pools, rest, scales, donate=(0, 1))
+    return lower_checked(step, *pools, rest, scales, donate=(0, 1))
 
 
 def _staged_arguments(inputs: RequantizeInputs, plan: Any) -> tuple[Any, Any]:

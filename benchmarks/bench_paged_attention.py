@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,13 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import turn
-from benchmarks.rows import Programs, cold_copies, implementations, timed_row
+from benchmarks.rows import (
+    Programs,
+    check_error,
+    cold_copies,
+    implementations,
+    lower_each,
+    relative_error,
+    timed_row,
+)
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.cases import BENCHMARK_CASES, Case, make_inputs
-
-# Norm of the error over the norm of the output; derived in the op's tests.
-TOLERANCE = 2.0**-8
 
 
 def run(small: bool) -> Iterator[dict[str, Any]]:
@@ -48,20 +53,14 @@ def _lower(case: Case) -> tuple[Programs, Programs]:
     """Lowers the op for the case's queries, and for the same in float32."""
     (q, *rest), scales = jax.eval_shape(lambda: make_inputs(case, 0))
 
-    def lowered(q: Any) -> Programs:
-        return {
-            name: turn.lower(_attend_by(name, case), scales, q, *rest)
-            for name in implementations()
-        }
-
-    return lowered(q), lowered(jax.ShapeDtypeStruct(q.shape, jnp.float32))
-
-
-def _attend_by(name: Implementation, case: Case) -> Callable[..., jax.Array]:
-    def attend(scales: dict[str, jax.Array], *arrays: jax.Array) -> jax.Array:
+    def attend(name, scales, *arrays):
         return paged_attention(*arrays, **scales, **case.options, implementation=name)
 
-    return attend
+    wide = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    return (
+        lower_each(attend, scales, q, *rest),
+        lower_each(attend, scales, wide, *rest),
+    )
 
 
 def _row(
@@ -97,18 +96,10 @@ def _errors(
     scales, q, *rest = args
     wide_args = scales, q.astype(jnp.float32), *rest
     want = np.asarray(wide["xla"](*wide_args))
-    errors = {"relative_error": _relative_error(programs[name](*args), want)}
+    errors = {"relative_error": relative_error(programs[name](*args), want)}
     if name != "xla":
         got = wide[name](*wide_args)
-        errors["relative_error_float32_output"] = _relative_error(got, want)
+        errors["relative_error_float32_output"] = relative_error(got, want)
     for error_name, error in errors.items():
-        if not error <= TOLERANCE:
-            raise AssertionError(
-                f"Expected {error_name} within {TOLERANCE}, got {error}."
-            )
+        check_error(error, error_name)
     return errors
-
-
-def _relative_error(got: jax.Array, want: np.ndarray) -> float:
-    difference = np.asarray(got, np.float32) - want
-    return float(np.linalg.norm(difference) / np.linalg.norm(want))

@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import turn
-from benchmarks.rows import Programs, implementations
+from benchmarks.rows import (
+    Programs,
+    check_error,
+    implementations,
+    lower_each,
+    relative_error,
+)
 from benchmarks.timing import device_time_us
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.cases import Case, make_inputs
 from pallas_kernels.paged_attention.prefill_cases import PREFILL_BENCHMARK_CASES
-
-# Norm of the error over the norm of the output; derived in the op's tests.
-TOLERANCE = 2.0**-8
 
 
 def run(small: bool) -> Iterator[dict[str, Any]]:
@@ -58,20 +61,15 @@ def _lower(case: Case) -> Programs:
     def attend(name, scales, *args):
         return paged_attention(*args, **scales, **case.options, implementation=name)
 
-    return {
-        name: turn.lower(functools.partial(attend, name), scales, *args)
-        for name in implementations()
-    }
+    return lower_each(attend, scales, *args)
 
 
 def _row(label: str, case: Case, programs: Programs) -> dict[str, Any]:
     args, scales = make_inputs(case, 0)
     name = implementations()[0]
-    want = np.asarray(programs["xla"](scales, *args), np.float32)
-    got = np.asarray(programs[name](scales, *args), np.float32)
-    error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
-    if not error <= TOLERANCE:
-        raise AssertionError(f"Expected an error within {TOLERANCE}, got {error}.")
+    want = np.asarray(programs["xla"](scales, *args))
+    error = relative_error(programs[name](scales, *args), want)
+    check_error(error)
     attend = functools.partial(programs[name], scales, *args)
     row = _timed(label, name, [attend], _flops(case))
     return row | {"relative_error": error}

@@ -14,7 +14,7 @@ from benchmarks.rows import (
     check_equal,
     cold_copies,
     implementations,
-    lower_each,
+    lower_checked,
     timed_row,
 )
 from pallas_kernels.dispatch import Implementation
@@ -50,8 +50,8 @@ def _lower(case: PagesCase) -> tuple[Programs, Programs]:
         return gather_sequences(*arrays, implementation=name)
 
     return (
-        lower_each(copy, *pools, sources, destinations, donate=(0, 1)),
-        lower_each(gather, *pools, table),
+        lower_checked(copy, *pools, sources, destinations, donate=(0, 1)),
+        lower_checked(gather, *pools, table),
     )
 
 

@@ -15,7 +15,13 @@ import numpy as np
 
 from benchmarks import llama_step, turn
 from benchmarks.llama_step import PAGE_SIZE, StepShape
-from benchmarks.rows import implementations, moved, spread
+from benchmarks.rows import (
+    check_error,
+    implementations,
+    moved,
+    relative_error,
+    spread,
+)
 from benchmarks.timing import Times, device_times
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.fp8 import quantize_rows
@@ -39,7 +45,6 @@ POINTS = (
 )
 SMALL_POINTS = ((1, 256), (2, 1024))
 SCALE = 0.25
-TOLERANCE = 2.0**-8  # as for the attention op alone
 # Of cached tokens, at most, that the reference is given.
 CHECKED_TOKENS = 1 << 19
 
@@ -152,11 +157,8 @@ class _Point:
                 raise AssertionError(f"{name} in the pool differs from the reference's")
         checked = _checked(arrays, self.num_seqs, self.context)
         expected = self.programs.reference(*self.layers[0], checked)
-        got = np.asarray(out[: len(expected)], np.float32)
-        want = np.asarray(expected, np.float32)
-        error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
-        if not error <= TOLERANCE:
-            raise AssertionError(f"Expected an error within {TOLERANCE}, got {error}.")
+        error = relative_error(out[: len(expected)], expected)
+        check_error(error)
         return error
 
 

@@ -205,15 +205,3 @@ def lower_step(
 
     step = fp8kv.make_steps(forward, implementation=implementation).decode_step
     return turn.lower(step, params, *jax.eval_shape(arguments), donate=(1, 2))
-
-
-def compile_step(
-    forward: Forward,
-    params: Any,
-    shape: StepShape,
-    *,
-    compiler_options: dict[str, Any] | None = None,
-    **options: Any,
-) -> jax.stages.Compiled:
-    """Compiles what `lower_step` lowers with these options."""
-    return lower_step(forward, params, shape, **options).compile(compiler_options)

@@ -26,6 +26,9 @@ type Programs = dict[str, Any]
 
 COLD_BYTES = 200 << 20  # beyond the 60 MB of L2: the arrays of each call are cold
 
+# Of attention: norm of the error over the norm of the output; see the op's tests.
+TOLERANCE = 2.0**-8
+
 
 def implementations() -> list[Implementation]:
     """Names those that run on this device, the kernel first."""
@@ -35,17 +38,24 @@ def implementations() -> list[Implementation]:
 def lower_each(
     op: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()
 ) -> Programs:
-    """Lowers an op for each implementation, and the comparison of two results.
+    """Lowers an op for each implementation.
 
     Args:
       op: of the implementation's name, then of arrays and trees of them.
       *shapes: of the arrays.
       donate: which of them the caller gives up.
     """
-    lowered: Programs = {
+    return {
         name: turn.lower(functools.partial(op, name), *shapes, donate=donate)
         for name in implementations()
     }
+
+
+def lower_checked(
+    op: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()
+) -> Programs:
+    """Lowers as `lower_each` does, and the comparison of two results for `check_equal`."""
+    lowered = lower_each(op, *shapes, donate=donate)
     result = lowered["xla"].out_info
     return lowered | {"differing": turn.lower(_num_differing, result, result)}
 
@@ -73,6 +83,22 @@ def check_equal(
     count = int((differing or _num_differing)(actual, expected))
     if count:
         raise AssertionError(f"{count} elements differ from the reference")
+
+
+def relative_error(actual: Any, expected: Any) -> float:
+    """Gives the norm of an error over the norm of what was expected, in float32."""
+    got, want = np.asarray(actual, np.float32), np.asarray(expected, np.float32)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def check_error(error: float, name: str = "an error") -> None:
+    """Holds an error of attention against what the kernels may have.
+
+    Raises:
+      AssertionError: with the error, if it is larger or NaN.
+    """
+    if not error <= TOLERANCE:
+        raise AssertionError(f"Expected {name} within {TOLERANCE}, got {error}.")
 
 
 @jax.jit

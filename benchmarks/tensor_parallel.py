@@ -27,6 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 import fp8kv_jax as fp8kv
 from benchmarks import llama_step, timing
 from benchmarks.llama_step import StepShape
+from benchmarks.rows import relative_error
 from fp8kv_jax.parallel import KV_HEADS, QUERIES, Placement
 from models.config import ModelConfig
 from models.sharding import shard_params
@@ -166,7 +167,7 @@ def report(
         # Weights of a fused model are drawn anew.
         if variant.params["layers"][0]["attention"].keys() >= {"q"}:
             expected = logits if expected is None else expected
-            error = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
+            error = relative_error(logits, expected)
             row["logits_differ"] = float(f"{error:.2g}")
             if not error <= _TOLERANCE:
                 raise SystemExit(

@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.rows import cold_copies
+from benchmarks.rows import cold_copies, relative_error
 from benchmarks.timing import device_time_us
 from pallas_kernels.paged_attention.cases import BENCHMARK_CASES, Case, make_inputs
 from pallas_kernels.paged_attention.config import (
@@ -62,7 +62,7 @@ def tune(case: Case) -> list[tuple[float, Tuning]]:
     for tuning, attend in zip(tunings, compiled, strict=True):
         got = np.asarray(attend(*args, **arrays), np.float32)
         want = got if want is None else want
-        error = np.linalg.norm(got - want) / np.linalg.norm(want)
+        error = relative_error(got, want)
         if not error <= TOLERANCE:
             raise AssertionError(f"{tuning} differs by {error} from {tunings[0]}.")
         calls = [

@@ -24,9 +24,7 @@ def test_a_step_is_one_graph_with_at_most_one_conditional(tmp_path, released):
     shape = llama_step.StepShape(model=model, num_seqs=4, seq_len=512)
     forward, params = llama_step.random_params(model)
     dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
-    llama_step.compile_step(
-        forward, params, shape, released=released, compiler_options=dump
-    )
+    llama_step.lower_step(forward, params, shape, released=released).compile(dump)
     found = list(thunks(tmp_path))
     assert [kind for depth, kind in found if depth == 0] == ["kCommandBuffer"]
     kinds = [kind for _, kind in found]
