@@ -1,13 +1,13 @@
 """What the calibration window costs: inside it, at the freeze, and after the release.
 
 Steps of 32 layers without a model: begin, append and attend in each layer, end. Wall
-time of one step alone: CUPTI does not see kernels behind a condition of a CUDA graph.
-What the window adds is the difference from the frozen step.
+time, because CUPTI does not see kernels behind a condition of a CUDA graph: steps in a
+row for what each calibrating step adds to a frozen one, a step alone for the freeze.
 """
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,10 @@ from benchmarks.timing import Times
 
 WINDOWS = (1, 16, 64, 256, 1024, 4096)
 REPEATS = 20
+CHAINED = 10  # steps in a row
 
 type Row = dict[str, Any]
+type State = fp8kv.CalibrationState
 type Rows = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -36,12 +38,12 @@ def run(small: bool) -> Iterator[Row]:
 
     Yields:
       One row per window and phase; those of `freeze` also say what the whole window
-      cost, filled by one token of each sequence in each step.
+      adds, filled by one token of each sequence in each step.
     """
     model = llama_step.llama_config(num_layers=2, num_q_heads=4, num_kv_heads=2)
     shape = StepShape(model=model, num_seqs=2, seq_len=256)
     if not small:
-        shape = StepShape(model=llama_step.llama_config(), num_seqs=8, seq_len=1024)
+        shape = StepShape(model=llama_step.llama_config(), num_seqs=8, seq_len=16384)
     windows = WINDOWS[2:4] if small else WINDOWS
     lowered = [
         _lower(jax.eval_shape(functools.partial(_arguments, shape, window)))
@@ -80,18 +82,20 @@ class _Bench:
 
     def rows(self) -> Iterator[Row]:
         self._check()
-        self.state = replace(self.state, frozen=jnp.array(True))
-        frozen = self._row("frozen", self._times())
-        yield frozen
-        calibrating = frozen
-        if self.window > self.shape.num_seqs:  # else the first step ends it
-            times = self._times(llama_step.begin_window)
-            calibrating = self._row("calibrating", times)
-            yield calibrating
-        freeze = self._row("freeze", self._times(llama_step.almost_complete_window))
-        more = [row["wall_us"] - frozen["wall_us"] for row in (calibrating, freeze)]
-        num_steps = -(-self.window // self.shape.num_seqs)
-        yield freeze | {"window_us": (num_steps - 1) * more[0] + more[1]}
+        num_before = -(-self.window // self.shape.num_seqs) - 1
+        window_us = 0.0
+        if num_before:  # else the first step ends it
+            chained = min(CHAINED, num_before)
+            resets = _freeze, llama_step.begin_window
+            frozen, calibrating = self._times(resets, chained)
+            yield self._row("frozen", frozen)
+            yield self._row("calibrating", calibrating)
+            window_us = num_before * (calibrating.median - frozen.median)
+        resets = _freeze, llama_step.almost_complete_window
+        alone, freeze = self._times(resets)
+        yield self._row("frozen, alone", alone)
+        window_us += freeze.median - alone.median
+        yield self._row("freeze, alone", freeze) | {"window_us": window_us}
 
     def release_rows(self) -> Iterator[Row]:
         """Times giving the window back, and the step that is left."""
@@ -103,7 +107,8 @@ class _Bench:
         self.step = _lower((self.cache, self.state, self.batch, self.qkv)).compile()
         compiled = Times.of([1e6 * (time.perf_counter() - started)])
         yield self._row("compile the released step", compiled)
-        yield self._row("released", self._times())
+        (released,) = self._times([lambda state: state], CHAINED)
+        yield self._row("released", released)
 
     def _row(self, phase: str, wall: Times) -> Row:
         row = {"op": "window", "case": f"{self.window} {phase}"}
@@ -117,15 +122,20 @@ class _Bench:
         )
         return out
 
-    def _times(self, reset: Any = lambda state: state) -> Times:
-        """Times single steps."""
-        walls = []
+    def _times(
+        self, resets: Sequence[Callable[[State], State]], chained: int = 1
+    ) -> list[Times]:
+        """Times steps in a row from each of some states, in turn, which cancels drift."""
+        walls: list[list[float]] = [[] for _ in resets]
         for _ in range(REPEATS + 1):
-            self.state = jax.block_until_ready(reset(self.state))
-            started = time.perf_counter()
-            jax.block_until_ready(self._run())
-            walls.append(1e6 * (time.perf_counter() - started))
-        return Times.of(walls[1:])
+            for times, reset in zip(walls, resets, strict=True):
+                self.state = jax.block_until_ready(reset(self.state))
+                started = time.perf_counter()
+                for _ in range(chained):
+                    out = self._run()
+                jax.block_until_ready(out)
+                times.append(1e6 * (time.perf_counter() - started) / chained)
+        return [Times.of(times[1:]) for times in walls]
 
     def _check(self) -> None:
         self.state = llama_step.almost_complete_window(self.state)
@@ -138,6 +148,10 @@ class _Bench:
                 f"Expected {expected} slots requantized at the freeze of a window of "
                 f"{self.window}, got {requantized}, frozen: {bool(self.state.frozen)}."
             )
+
+
+def _freeze(state: State) -> State:
+    return replace(state, frozen=jnp.array(True))
 
 
 def _step(

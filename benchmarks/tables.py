@@ -33,7 +33,7 @@ MORE = {
     "over_frozen": "{:.3f} x frozen",
     "dispatch_us": "host {:,.0f} us",
     "num_kernels": "{} kernels",
-    "window_us": "whole window {:,.0f} us",
+    "window_us": "whole window + {:,.0f} us",
     "staged_bytes": "staged {:,.0f} bytes",
     "us_per_token": "{:,.2f} us a token",
 }
