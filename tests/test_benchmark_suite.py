@@ -123,6 +123,25 @@ def test_plots_are_drawn_for_what_was_measured(tmp_path):
     assert plots.write_plots(report(row()), tmp_path) == []
 
 
+def test_the_ceiling_plot_never_shows_another_library_as_ours():
+    def measured(case, implementation, percent):
+        return row(case, implementation=implementation) | {
+            "percent_of_ceiling": percent
+        }
+
+    rows = [
+        measured("a", "ours, mosaic_gpu", 90.0),
+        measured("a", "torch", 99.0),
+        measured("b", "mosaic_gpu", 80.0),
+        measured("b", "xla", 85.0),
+        measured("c", "xla", 70.0),
+    ]
+    (axes,) = plots._percent(rows).axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["read  a", "read  a  torch", "read  b", "read  c"]
+    assert [bar.get_width() for bar in axes.patches] == [90.0, 99.0, 80.0, 70.0]
+
+
 def test_times_are_a_median_and_its_spread():
     times = Times.of(list(range(101)))
     assert times == (50.0, 10.0, 90.0, 101)
