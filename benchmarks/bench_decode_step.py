@@ -164,7 +164,7 @@ class _Bench:
             return
         self.state = llama_step.begin_window(self.state)
         yield self._phase("calibrating", self._steady(), frozen)
-        self.state = replace(self.state, frozen=jnp.array(True))
+        self.state = llama_step.freeze(self.state)
         alone = self._row(f"{name}-alone", self._alone())
         yield alone
         freeze = self._alone(llama_step.almost_complete_window)

@@ -8,7 +8,6 @@ row for what each calibrating step adds to a frozen one, a step alone for the fr
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -86,12 +85,12 @@ class _Bench:
         window_us = 0.0
         if num_before:  # else the first step ends it
             chained = min(CHAINED, num_before)
-            resets = _freeze, llama_step.begin_window
+            resets = llama_step.freeze, llama_step.begin_window
             frozen, calibrating = self._times(resets, chained)
             yield self._row("frozen", frozen)
             yield self._row("calibrating", calibrating)
             window_us = num_before * (calibrating.median - frozen.median)
-        resets = _freeze, llama_step.almost_complete_window
+        resets = llama_step.freeze, llama_step.almost_complete_window
         alone, freeze = self._times(resets)
         yield self._row("frozen, alone", alone)
         window_us += freeze.median - alone.median
@@ -148,10 +147,6 @@ class _Bench:
                 f"Expected {expected} slots requantized at the freeze of a window of "
                 f"{self.window}, got {requantized}, frozen: {bool(self.state.frozen)}."
             )
-
-
-def _freeze(state: State) -> State:
-    return replace(state, frozen=jnp.array(True))
 
 
 def _step(

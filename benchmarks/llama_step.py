@@ -151,6 +151,11 @@ def begin_window(state: fp8kv.CalibrationState) -> fp8kv.CalibrationState:
     )
 
 
+def freeze(state: fp8kv.CalibrationState) -> fp8kv.CalibrationState:
+    """Declares a state's scales final, whatever was seen."""
+    return replace(state, frozen=jnp.array(True))
+
+
 @jax.jit
 def almost_complete_window(state: fp8kv.CalibrationState) -> fp8kv.CalibrationState:
     """Puts a state to where one token is missing, each row of the window in a slot."""
@@ -168,7 +173,7 @@ def almost_complete_window(state: fp8kv.CalibrationState) -> fp8kv.CalibrationSt
 
 def frozen_state(shape: StepShape) -> fp8kv.CalibrationState:
     """Makes a state whose scales are final, with its window not yet released."""
-    return replace(calibrating_state(shape), frozen=jnp.array(True))
+    return freeze(calibrating_state(shape))
 
 
 def decode_batch(shape: StepShape, seed: int = 0) -> fp8kv.Batch:
